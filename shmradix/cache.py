@@ -1,0 +1,419 @@
+"""RadixCache: the prefix cache that the workers of a host share."""
+
+import builtins
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+
+from shmradix import segment as segments
+from shmradix.errors import (
+    LayoutMismatch,
+    LeaseError,
+    LeasesFull,
+    NamespacesFull,
+    SegmentExists,
+    SegmentNotFound,
+)
+from shmradix.inputs import (
+    BASE_NAMESPACE,
+    NO_IDS,
+    Ids,
+    as_block_keys,
+    as_block_table,
+    as_count,
+    as_disk_table,
+    as_namespace,
+    as_tokens,
+)
+from shmradix.layout import COUNTERS, Geometry
+from shmradix.results import EvictedBlocks, InsertAcquired, PrefixMatch, Stats
+from shmradix.segment import Segment
+from shmradix.status import LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
+
+if TYPE_CHECKING:
+    pass
+
+LATEST = (1 << 63) - 1  # later than any clock
+_CLEAR_STEP = 4096  # blocks that clear() takes out in one critical section
+_NAMESPACES_KEPT = 4096  # digests of salts that a handle remembers
+
+
+class RadixCache:
+    """A radix tree over block-sized chunks of token ids in shared memory: how much of a prompt is cached, and where.
+
+    Get one with `create`, `attach` or `open`; each handle is one worker. A handle may be used by many threads; a forked
+    child that uses it becomes a worker of its own. Closing gives back all that the handle holds; the cache stays until
+    `unlink`, also without any process.
+    """
+
+    def __init__(self, segment: Segment, lock_timeout: float | None, created: bool) -> None:
+        from shmradix.workers import Worker  # here: importing shmradix must not import numba
+
+        self._segment = segment
+        self._namespaces: dict[tuple[int, bytes], np.ndarray] = {}
+        self.created = created
+        """Whether this very call created the segment."""
+        self.name = segment.name
+        self.block_size = segment.geometry.block_size
+        self.max_blocks = segment.geometry.max_blocks
+        self.incarnation = segment.incarnation
+        """Differs for every segment ever created, also under one name."""
+        try:
+            self._worker: Worker = Worker(segment, lock_timeout)
+        except BaseException:
+            segment.close()
+            raise
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        max_blocks: int,
+        block_size: int = 16,
+        max_leases: int = 4096,
+        max_workers: int = 64,
+        max_snapshots: int = 0,
+        max_namespaces: int = 256,
+        mode: int = 0o600,
+        lock_timeout: float | None = None,
+    ) -> "RadixCache":
+        """Create the segment `/shmradix.<name>`, with all its memory reserved, and attach to it.
+
+        `block_size` is in tokens; `max_leases` bounds the requests in flight, `max_namespaces` the pairs of adapter and
+        salt that have blocks; `max_snapshots` reserves room for the snapshot index. `mode` is the file's, whatever
+        the umask. A call that finds a guard held by a live worker for longer than `lock_timeout` seconds raises
+        LockTimeout; None waits. Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
+        """
+        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
+        mode = as_count("mode", mode, 0o777)
+        return cls(segments.create(segments.check_name(name), geometry, mode), _as_timeout(lock_timeout), created=True)
+
+    @classmethod
+    def attach(cls, name: str, *, lock_timeout: float | None = None) -> "RadixCache":
+        """Attach to the segment `name`.
+
+        Raises SegmentNotFound, SegmentForeign (no segment, or cut short), LayoutMismatch (another version, boot or
+        geometry), AccessDenied, WorkersFull. The segment stays as it is.
+        """
+        timeout = _as_timeout(lock_timeout)
+        while True:
+            cache = cls(segments.attach(name), timeout, created=False)
+            if cache._segment.has_its_name():
+                cache.reap()
+                return cache
+            cache._segment.remove_semaphores()  # unlinked meanwhile: whoever comes next would not meet us there
+            cache.close()
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        max_blocks: int,
+        block_size: int = 16,
+        max_leases: int = 4096,
+        max_workers: int = 64,
+        max_snapshots: int = 0,
+        max_namespaces: int = 256,
+        mode: int = 0o600,
+        lock_timeout: float | None = None,
+    ) -> "RadixCache":
+        """Attach to the segment `name`, or create it; of many processes that do so at once exactly one creates.
+
+        Raises what `create` and `attach` raise, and LayoutMismatch where the segment exists with other sizes.
+        """
+        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
+        mode = as_count("mode", mode, 0o777)
+        while True:
+            with contextlib.suppress(SegmentNotFound):
+                cache = cls.attach(name, lock_timeout=lock_timeout)
+                if cache._segment.geometry != geometry:
+                    found = cache._segment.geometry
+                    cache.close()
+                    raise LayoutMismatch(
+                        f"segment {name!r} exists with {found}, asked for was {geometry}: "
+                        "attach to it, ask for the same sizes, or unlink it first"
+                    )
+                return cache
+            with contextlib.suppress(SegmentExists):
+                return cls(segments.create(name, geometry, mode), _as_timeout(lock_timeout), created=True)
+
+    def unlink(self: Union["RadixCache", str]) -> bool:
+        """Remove a segment: `RadixCache.unlink(name)`, or `cache.unlink()` for the very one that the handle has.
+
+        Processes that are attached go on with it. False where it was removed before, or another has its name by now.
+        Raises SegmentNotFound where no segment has the given name, AccessDenied.
+        """
+        if isinstance(self, RadixCache):
+            return segments.unlink(self.name, self._segment.inode)
+        return segments.unlink(self)
+
+    @staticmethod
+    def list() -> "builtins.list[str]":
+        """The names of the segments on this host."""
+        return segments.names()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the handle was closed."""
+        return self._worker.closed
+
+    def close(self) -> None:
+        """Give back the worker's slot and all its leases; the second time does nothing."""
+        self._worker.close()
+
+    def __enter__(self) -> "RadixCache":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<RadixCache {self.name!r}, {self.max_blocks} blocks of {self.block_size} tokens{state}>"
+
+    # --- the tree -----------------------------------------------------------------------------------------
+
+    def lookup(
+        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+    ) -> PrefixMatch:
+        """Find the longest cached prefix of `tokens`, and lease it: none of its blocks is evicted until the release.
+
+        `tokens` are uint32 ids; `adapter_id` and `salt` choose the namespace; `block_keys` are uint64, one for each
+        full block, and must match too. A match may lease a `partial_block` even where it matched no whole one.
+        Raises LeasesFull.
+        """
+        ids = as_tokens(tokens)
+        namespace = self._namespace(adapter_id, salt)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        rows = np.empty((2, len(ids) // self.block_size), np.uint32)
+        worker = self._worker
+        answer = worker.run(worker.entries.lookup, namespace, ids, keys, rows)
+        if answer[0]:
+            worker.reap()
+            answer = worker.run(worker.entries.lookup, namespace, ids, keys, rows)
+            if answer[0]:
+                raise self._leases_full()
+        _, _, depth, lease, born, block, agree, epoch = answer
+        return PrefixMatch(
+            self, self._release_match, namespace, rows, depth, self.block_size, lease, born,
+            block if agree else None, agree, epoch,
+        )  # fmt: skip
+
+    def peek_matched_tokens(
+        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+    ) -> int:
+        """How many leading tokens a lookup would match; takes no lease, counts as no use."""
+        ids = as_tokens(tokens)
+        namespace = self._namespace(adapter_id, salt)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        rows = np.empty((2, len(ids) // self.block_size), np.uint32)
+        depth: int = self._worker.run(self._worker.entries.peek, namespace, ids, keys, rows)[2]
+        return depth * self.block_size
+
+    def insert(
+        self,
+        tokens: Ids,
+        block_table: Ids,
+        *,
+        disk_block_ids: Ids | None = None,
+        matched_tokens: int = 0,
+        match: PrefixMatch | None = None,
+        adapter_id: int = 0,
+        salt: bytes | None = None,
+        block_keys: Ids | None = None,
+    ) -> InsertAcquired:
+        """Store the full blocks of `tokens`; `block_table[i]` holds the KV of block i, all of which must be written.
+
+        With `match`, from a lookup of the same prompt, its lease is extended over all that is stored, and nothing of
+        what matched is looked up again; the namespace is the match's. Without, `matched_tokens` says how much of the
+        prompt this worker holds a lease on: that lease is extended (LeaseError if there is none), and for less than a
+        block a new one is taken, which `release(tokens)` drops. Nothing is evicted: what does not fit in `max_blocks`
+        is not stored, see `inserted_tokens`. A match from before the last `clear()` stores nothing.
+
+        Raises ValueError where the tokens do not continue the match, LeasesFull, NamespacesFull, LeaseError.
+        """
+        ids = as_tokens(tokens)
+        full = len(ids) // self.block_size
+        table = as_block_table(block_table, full)
+        disk_table = as_disk_table(disk_block_ids, block_table, full)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        matched = as_count("matched_tokens", matched_tokens, len(ids), ", the number of tokens")
+        matched -= matched % self.block_size
+        namespace, held = self._namespace(adapter_id, salt), (0, 0, -1)
+        if match is not None:
+            namespace = self._check_match(match, namespace)
+            matched, held = 0, (match._lease, match._born, match._epoch)
+        out = np.empty((5, full), np.uint32)
+        for attempt in range(2):
+            counts = np.zeros(5, np.int64)
+            answer = self._worker.run(
+                self._worker.entries.insert, namespace, ids, keys, table, disk_table, matched, *held, out, counts
+            )
+            if answer[0] != LEASES_FULL or attempt or not self._worker.reap():
+                break
+        status, _, depth, lease, born = answer
+        if status == STALE:
+            return InsertAcquired(0, NO_IDS, NO_IDS, NO_IDS, NO_IDS)
+        if status:
+            raise self._insert_error(status, matched, match)
+        if match is not None:
+            match._lease, match._born = lease, born
+        return InsertAcquired(depth * self.block_size, *(out[i, : counts[i]].copy() for i in range(4)))
+
+    def release(
+        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+    ) -> None:
+        """Drop this worker's deepest lease on the path of `tokens`. Raises LeaseError where it has none."""
+        ids = as_tokens(tokens)
+        if not self._release_path(ids, adapter_id, salt, block_keys, 0, len(ids) // self.block_size):
+            raise LeaseError(f"this worker holds no lease on the path of these {len(ids)} tokens: nothing to release")
+
+    def release_matched(
+        self,
+        tokens: Ids,
+        matched_tokens: int,
+        *,
+        adapter_id: int = 0,
+        salt: bytes | None = None,
+        block_keys: Ids | None = None,
+    ) -> None:
+        """Undo one lookup of `tokens` that matched `matched_tokens`. Raises LeaseError where there is no such lease."""
+        ids = as_tokens(tokens)
+        matched = as_count("matched_tokens", matched_tokens, len(ids), ", the number of tokens")
+        depth = matched // self.block_size
+        if not self._release_path(ids, adapter_id, salt, block_keys, depth, depth) and depth:
+            raise LeaseError(f"this worker holds no lease on the first {matched} of these tokens: nothing to release")
+
+    def evict(self, num_blocks: int) -> EvictedBlocks:
+        """Take out up to `num_blocks` blocks that no lease needs, least recently used leaves first.
+
+        Where that leaves too few, what dead workers leased is freed, too.
+        """
+        limit = as_count("num_blocks", num_blocks)
+        evicted = self._evict(limit, LATEST)
+        if len(evicted) < limit and self._worker.reap():
+            evicted = _join([evicted, self._evict(limit - len(evicted), LATEST)])
+        return evicted
+
+    def clear(self) -> EvictedBlocks:
+        """Forget everything (new weights, say): from the return on no worker finds anything that is older.
+
+        Returns the blocks that nobody leases. The leased ones come out of `evict`, before all others, once their leases
+        are gone.
+        """
+        clock = self._worker.run(self._worker.entries.hide_all)[2]
+        parts = [self._evict(_CLEAR_STEP, clock)]
+        while len(parts[-1]) == _CLEAR_STEP:
+            parts.append(self._evict(_CLEAR_STEP, clock))
+        return _join(parts)
+
+    def reap(self) -> int:
+        """Free the leases of workers that died, and their slots. Returns how many workers that were."""
+        return self._worker.reap()
+
+    def stats(self) -> Stats:
+        """The counters of all workers and the totals of the tree."""
+        geometry = self._segment.geometry
+        seen = np.zeros(geometry.node_count, np.uint8)
+        _, _, blocks, leased, leases, namespaces = self._worker.run(self._worker.entries.totals, seen)
+        with self._worker.turn():
+            views = self._segment.views
+            counters = dict(zip(COUNTERS, views.workers["counters"].sum(axis=0).tolist()))
+            recoveries, workers = int(views.guards["recoveries"].sum()), self._worker.live()
+        return Stats(
+            **counters, recoveries=recoveries, blocks_live=blocks, blocks_leased=leased,
+            blocks_evictable=blocks - leased, blocks_free=geometry.max_blocks - blocks, leases=leases, workers=workers,
+            namespaces=namespaces,
+        )  # fmt: skip
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _namespace(self, adapter_id: int, salt: bytes | None) -> np.ndarray:
+        if type(adapter_id) is not int or type(salt) is not bytes:
+            base = type(adapter_id) is int and adapter_id == 0 and salt is None
+            return BASE_NAMESPACE if base else as_namespace(adapter_id, salt)
+        known = self._namespaces.get((adapter_id, salt))
+        if known is None:
+            known = as_namespace(adapter_id, salt)
+            if len(self._namespaces) >= _NAMESPACES_KEPT:
+                self._namespaces.clear()
+            self._namespaces[adapter_id, salt] = known
+        return known
+
+    def _check_match(self, match: PrefixMatch, namespace: np.ndarray) -> np.ndarray:
+        if not isinstance(match, PrefixMatch):
+            raise TypeError(f"match={match!r}: expected a PrefixMatch")
+        if match._owner is not self:
+            raise ValueError(f"match={match!r} comes from another cache handle: look the prompt up in this one")
+        if match.released:
+            raise LeaseError(f"match={match!r} was released: look the prompt up again")
+        if namespace is not BASE_NAMESPACE and not np.array_equal(namespace, match._namespace):
+            raise ValueError("adapter_id and salt differ from the match's: leave them out, or look up with them")
+        return match._namespace
+
+    def _release_match(self, match: PrefixMatch) -> None:
+        if match._lease == 0 or self._worker.closed:  # closing gave it back
+            return
+        if self._worker.run(self._worker.entries.release, match._lease, match._born)[0]:
+            raise LeaseError(
+                f"the lease of {match!r} is not this worker's: only the process that took it can release it"
+            )
+
+    def _release_path(
+        self, ids: np.ndarray, adapter_id: int, salt: bytes | None, block_keys: Ids | None, low: int, high: int
+    ) -> bool:
+        namespace = self._namespace(adapter_id, salt)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, low, high)[0]
+
+    def _evict(self, limit: int, latest: int) -> EvictedBlocks:
+        rows = np.empty((2, min(limit, self.max_blocks)), np.uint32)
+        taken = self._worker.run(self._worker.entries.evict, rows.shape[1], latest, rows)[2]
+        return EvictedBlocks(rows[0, :taken].copy(), rows[1, :taken].copy())
+
+    def _insert_error(self, status: int, matched: int, match: PrefixMatch | None) -> Exception:
+        if status == MISMATCH:
+            return ValueError(
+                f"tokens do not start with the prompt that {match!r} was looked up with: nothing was stored"
+            )
+        if status == LEASES_FULL:
+            return self._leases_full()
+        if status == NAMESPACES_FULL:
+            return NamespacesFull(
+                f"cache {self.name!r}: all max_namespaces={self._segment.geometry.max_namespaces} pairs of adapter and "
+                "salt have blocks: evict some, or create the cache with more"
+            )
+        if match is not None:
+            return LeaseError(f"the lease of {match!r} is not this worker's: look the prompt up again")
+        return LeaseError(
+            f"matched_tokens={matched}: this worker holds no lease on those tokens: look the prompt up first"
+        )
+
+    def _leases_full(self) -> LeasesFull:
+        return LeasesFull(
+            f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} leases are in use: "
+            "release some, or create the cache with more"
+        )
+
+
+def _join(parts: builtins.list[EvictedBlocks]) -> EvictedBlocks:
+    blocks, disk_block_ids = zip(*((part.blocks, part.disk_block_ids) for part in parts))
+    return EvictedBlocks(np.concatenate(blocks), np.concatenate(disk_block_ids))
+
+
+def _as_timeout(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"lock_timeout={value!r}: expected seconds, or None to wait")
+    if not value > 0:
+        raise ValueError(f"lock_timeout={value!r}: expected a positive number of seconds, or None to wait")
+    return float(value)

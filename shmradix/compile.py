@@ -1,0 +1,106 @@
+"""How kernels are compiled: numba, cached on disk by the exact source, so that a machine compiles once.
+
+numba's own cache looks at one file's time stamp; ours lies in a directory named after a hash of all kernels' sources
+and numba's version, so a change in any of them is never missed, and a read-only package directory does not matter.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import xxhash
+
+SOURCES = (
+    "atomics", "compile", "entries", "guard", "hashing", "heap", "index", "layout", "leases", "recovery", "status",
+    "tree", "views",
+)  # fmt: skip
+"""The modules that end up in compiled code."""
+
+NOTICE_AFTER = 1.0  # seconds
+
+_log = logging.getLogger("shmradix")
+
+# Division by zero and overflow as in C: no exception can arise inside a critical section.
+kernel: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy")
+"""A function that compiled code calls; compiled with its caller."""
+
+
+def entry(signature: Any) -> Callable[[Any], Any]:
+    """A function that Python calls: compiled for `signature` at import, or loaded from the cache."""
+    decorate: Callable[[Any], Any] = numba.njit(signature, nogil=True, error_model="numpy", cache=_cache is not None)
+    return decorate
+
+
+def _fingerprint() -> str:
+    digest = xxhash.xxh3_64(numba.__version__.encode())
+    for module in SOURCES:
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether only this user can have written there: loading compiled code from elsewhere would run it."""
+    status = directory.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and os.access(directory, os.W_OK)
+
+
+def _cache_directory() -> Path | None:
+    """The first place that is ours to write: the user's cache, or one of its own among the temporary files.
+
+    $SHMRADIX_CACHE_DIR replaces both. None where nothing can be written: then every process compiles.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = [Path(base) / "shmradix", Path(tempfile.gettempdir()) / f"shmradix-{os.geteuid()}"]
+    if chosen := os.environ.get("SHMRADIX_CACHE_DIR"):
+        places = [Path(chosen)]
+    for place in places:
+        directory = place / _fingerprint()
+        with contextlib.suppress(OSError):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(place) and _is_ours(directory):
+                return directory
+    return None
+
+
+_cache = _cache_directory()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path | None) -> Iterator[None]:
+    """Let workers that start together on a fresh machine compile once, not each."""
+    if directory is None:
+        yield
+        return
+    with open(directory / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def load() -> Any:
+    """The compiled entry points; says so on the log where that takes longer than a second."""
+    notice = threading.Timer(
+        NOTICE_AFTER,
+        _log.warning,
+        (
+            "shmradix is compiling its kernels for this machine (about half a minute, once; cached in %s)",
+            _cache or "no place",
+        ),
+    )
+    notice.daemon = True
+    notice.start()
+    previous = numba.config.CACHE_DIR
+    try:
+        with _one_at_a_time(_cache):
+            numba.config.CACHE_DIR = str(_cache or previous)
+            return importlib.import_module("shmradix.entries")
+    finally:
+        numba.config.CACHE_DIR = previous
+        notice.cancel()

@@ -1,0 +1,183 @@
+"""The compiled entry points: one call from Python is one critical section.
+
+Each takes a handle's address, the worker's tag and the monotonic time, acquires, works, releases. Each returns int64s,
+the first a status, the second whether to wake somebody who waits for the guard.
+"""
+
+import numpy as np
+from numba.types import Array, UniTuple, int64, uint8, uint32, uint64
+
+from shmradix import guard, leases, recovery, tree
+from shmradix.compile import entry, kernel
+from shmradix.guard import TREE
+from shmradix.status import BUSY, CORRUPT, MISMATCH, NOT_HELD, OK
+from shmradix.views import FAULT, open_views
+
+_ids = Array(uint32, 1, "C", readonly=True)
+_keys = Array(uint64, 1, "C", readonly=True)
+_rows = Array(uint32, 2, "C")
+_counts = Array(int64, 1, "C")
+_seen = Array(uint8, 1, "C")
+
+
+@kernel
+def _end(seg, status):
+    """Release the tree guard; a fault outranks any other status."""
+    parked = np.int64(guard.release(seg, TREE))
+    if seg.private[FAULT] != 0:
+        seg.private[FAULT] = 0
+        status = CORRUPT
+    return np.int64(status), parked
+
+
+@entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _ids, _keys, _rows))
+def lookup(handle, tag, now, namespace, tokens, block_keys, out):
+    """(status, wake, depth, lease, birth, partial block, partial tokens, epoch); see tree.lookup."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0, 0, 0, 0, 0, 0
+    status, depth, lease, born, block, agree, epoch = tree.lookup(seg, now, namespace, tokens, block_keys, out)
+    status, wake = _end(seg, status)
+    return status, wake, depth, lease, born, block, agree, epoch
+
+
+@entry(UniTuple(int64, 3)(int64, int64, int64, _keys, _ids, _keys, _rows))
+def peek(handle, tag, now, namespace, tokens, block_keys, out):
+    """(status, wake, depth in blocks)."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0
+    depth = tree.peek(seg, namespace, tokens, block_keys, out)
+    status, wake = _end(seg, OK)
+    return status, wake, depth
+
+
+@entry(
+    UniTuple(int64, 5)(
+        int64, int64, int64, _keys, _ids, _keys, _ids, _ids, int64, int64, int64, int64, _rows, _counts
+    )
+)  # fmt: skip
+def insert(
+    handle, tag, now, namespace, tokens, block_keys, table, disk_table, matched, lease, born, epoch, out, counts
+):
+    """(status, wake, depth reached, lease, its birth); see tree.insert. `epoch` is that of the match, -1 if none."""
+    seg = open_views(handle)
+    depth, differs = np.int64(0), False
+    if lease != 0:
+        if not leases.is_held(seg, lease, born):
+            return NOT_HELD, 0, 0, 0, 0
+        depth, differs = tree.climb(seg, lease, namespace, tokens, block_keys, table, disk_table, out)
+        if depth < 0:
+            return MISMATCH, 0, 0, 0, 0
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0, 0, 0
+    status = OK
+    if matched > 0:
+        lease = tree.lease_within(seg, namespace, tokens, block_keys, matched)
+        born = seg.leases["born"][lease]
+        if lease == 0:
+            status = NOT_HELD
+        else:
+            depth, differs = tree.climb(seg, lease, namespace, tokens, block_keys, table, disk_table, out)
+    if status == OK:
+        status = tree.may_insert(seg, lease, born, epoch)
+    if status == OK:
+        status, depth, lease = tree.insert(
+            seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, out, counts
+        )
+        born = seg.leases["born"][lease]
+    status, wake = _end(seg, status)
+    return status, wake, depth, lease, born
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def release(handle, tag, now, lease, born):
+    """(status, wake): drop the lease if it is this worker's and was born then."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0
+    status = OK
+    if leases.is_held(seg, lease, born):
+        leases.drop_lease(seg, lease)
+    else:
+        status = NOT_HELD
+    return _end(seg, status)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _ids, _keys, int64, int64))
+def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, deepest):
+    """(status, wake): drop this worker's deepest lease on the path, its depth in blocks within the bounds."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0
+    lease, status = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest), OK
+    if lease != 0:
+        leases.drop_lease(seg, lease)
+    else:
+        status = NOT_HELD
+    return _end(seg, status)
+
+
+@entry(UniTuple(int64, 3)(int64, int64, int64, int64, int64, _rows))
+def evict(handle, tag, now, limit, latest, out):
+    """(status, wake, blocks taken out); see tree.evict."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0
+    taken = tree.evict(seg, limit, latest, out)
+    status, wake = _end(seg, OK)
+    return status, wake, taken
+
+
+@entry(UniTuple(int64, 3)(int64, int64, int64))
+def hide_all(handle, tag, now):
+    """(status, wake, clock); see tree.hide_all."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0
+    clock = tree.hide_all(seg)
+    status, wake = _end(seg, OK)
+    return status, wake, clock
+
+
+@entry(UniTuple(int64, 6)(int64, int64, int64, _seen))
+def totals(handle, tag, now, seen):
+    """(status, wake, live blocks, leased blocks, leases, namespaces)."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0, 0, 0, 0
+    state = seg.state
+    blocks, live_leases = np.int64(state["live_blocks"][0]), np.int64(state["live_leases"][0])
+    namespaces = np.int64(state["live_namespaces"][0])
+    leased = tree.leased_blocks(seg, seen)
+    status, wake = _end(seg, OK)
+    return status, wake, blocks, leased, live_leases, namespaces
+
+
+@entry(UniTuple(int64, 3)(int64, int64, int64, int64))
+def bury(handle, tag, now, slot):
+    """(status, wake, leases dropped): free everything that whoever had the slot holds, and the slot's pid."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0, 0
+    dropped = leases.drop_all_of(seg, slot)
+    seg.workers["pid"][slot] = 0
+    status, wake = _end(seg, OK)
+    return status, wake, dropped
+
+
+@entry(int64(int64, int64))
+def announce(handle, which):
+    """The owner word of a guard after asking its owner to wake us; 0 if it is free. See guard.announce."""
+    return guard.announce(open_views(handle), which)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def take_over(handle, tag, now, which, dead):
+    """(whether we did, wake): take a guard from a dead owner, put right what it left, and give the guard back."""
+    seg = open_views(handle)
+    if not guard.take_over(seg, which, dead, tag, now):
+        return 0, 0
+    if which == TREE and guard.is_dirty(seg, which):
+        recovery.rebuild(seg)
+    return 1, np.int64(guard.release(seg, which))

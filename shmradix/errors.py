@@ -1,0 +1,57 @@
+"""Every error that shmradix raises on its own account; bad arguments raise ValueError or TypeError."""
+
+
+class ShmradixError(Exception):
+    """Base of all errors below."""
+
+
+class SegmentExists(ShmradixError, FileExistsError):
+    """A segment of that name exists already."""
+
+
+class SegmentNotFound(ShmradixError, FileNotFoundError):
+    """No segment has that name."""
+
+
+class SegmentForeign(ShmradixError):
+    """What lies under that name is not a shmradix segment, or was cut short."""
+
+
+class LayoutMismatch(ShmradixError):
+    """A shmradix segment, but of another version, layout, byte order, boot or geometry."""
+
+
+class AccessDenied(ShmradixError, PermissionError):
+    """The segment belongs to somebody else, or its mode does not let this process in."""
+
+
+class SharedMemoryFull(ShmradixError, OSError):
+    """/dev/shm has too little room for the segment."""
+
+
+class WorkersFull(ShmradixError):
+    """Every worker slot is held by a live process."""
+
+
+class LeasesFull(ShmradixError):
+    """Every lease is in use."""
+
+
+class NamespacesFull(ShmradixError):
+    """Every namespace (adapter and salt) is in use."""
+
+
+class LeaseError(ShmradixError):
+    """The lease is not held by this worker."""
+
+
+class LockTimeout(ShmradixError, TimeoutError):
+    """A live worker held the guard for longer than `lock_timeout`."""
+
+
+class CacheClosed(ShmradixError):
+    """The cache handle was closed."""
+
+
+class CorruptSegment(ShmradixError):
+    """The segment holds an index that points nowhere."""

@@ -1,0 +1,169 @@
+"""Leases: one record for each request's hold on a path. It pins one node, and through it all above."""
+
+import numpy as np
+
+from shmradix.atomics import store_release
+from shmradix.compile import kernel
+from shmradix.heap import offer
+from shmradix.index import is_namespace, same_tokens
+from shmradix.views import FAULT, SLOT, lease_at, node_at
+
+WORDS = 8  # int64 words of a lease record; its first is `born`
+
+
+@kernel
+def has_free_lease(seg):
+    """Whether one more lease fits."""
+    return np.int64(seg.state["live_leases"][0]) < seg.lease_count - 1
+
+
+@kernel
+def take_lease(seg, node, anchor, depth, now):
+    """Pin `node` for this worker; there must be a free lease. Returns the lease's index."""
+    state, leases = seg.state, seg.leases
+    lease = lease_at(seg, state["free_lease"][0])
+    if lease != 0:
+        state["free_lease"][0] = leases["next_free"][lease]
+    else:
+        lease = lease_at(seg, state["leases_used"][0])
+        state["leases_used"][0] += 1
+    slot = seg.private[SLOT]
+    leases["taken_ns"][lease] = now
+    leases["epoch"][lease] = state["epoch"][0]
+    leases["generation"][lease] = seg.workers["generation"][slot]
+    leases["worker"][lease] = slot + 1
+    leases["node"][lease] = node
+    leases["anchor"][lease] = anchor
+    leases["depth"][lease] = depth
+    state["clock"][0] += 1
+    store_release(seg.lease_words, lease * WORDS, state["clock"][0])
+    seg.nodes["leases"][node] += 1
+    state["live_leases"][0] += 1
+    return lease
+
+
+@kernel
+def is_held(seg, lease, born):
+    """Whether the lease is live, the one born then, and this worker's."""
+    return (
+        0 < lease < seg.lease_count
+        and born != 0
+        and seg.leases["born"][lease] == born
+        and np.int64(seg.leases["worker"][lease]) == seg.private[SLOT] + 1
+    )
+
+
+@kernel
+def _unpin(seg, node):
+    if seg.nodes["leases"][node] == 0:
+        seg.private[FAULT] = 1
+        return
+    seg.nodes["leases"][node] -= 1
+    offer(seg, node)
+
+
+@kernel
+def move_lease(seg, lease, node, depth):
+    """Let the lease pin `node`, at this depth, instead of what it pinned."""
+    leases = seg.leases
+    before = node_at(seg, leases["node"][lease])
+    seg.nodes["leases"][node] += 1
+    leases["node"][lease] = node
+    leases["anchor"][lease] = node
+    leases["depth"][lease] = depth
+    _unpin(seg, before)
+
+
+@kernel
+def free_lease(seg, lease):
+    """Put a dead lease's record on the free list."""
+    seg.leases["next_free"][lease] = seg.state["free_lease"][0]
+    seg.state["free_lease"][0] = lease
+
+
+@kernel
+def drop_lease(seg, lease):
+    """Free the lease and what it alone pinned."""
+    node = node_at(seg, seg.leases["node"][lease])
+    store_release(seg.lease_words, lease * WORDS, 0)
+    free_lease(seg, lease)
+    seg.state["live_leases"][0] -= 1
+    _unpin(seg, node)
+
+
+@kernel
+def drop_all_of(seg, slot):
+    """Free every lease of whoever had the slot. Returns how many."""
+    dropped = 0
+    for lease in range(1, lease_at(seg, seg.state["leases_used"][0] - 1) + 1):
+        if seg.leases["born"][lease] != 0 and np.int64(seg.leases["worker"][lease]) == slot + 1:
+            drop_lease(seg, lease)
+            dropped += 1
+    return dropped
+
+
+@kernel
+def key_of(block_keys, i):
+    """The key of block `i`: 0 where none is given."""
+    if i < len(block_keys):
+        return block_keys[i]
+    return np.uint64(0)
+
+
+@kernel
+def root_of(seg, node, depth, tokens, block_keys):
+    """Climb from `node`, `depth` blocks deep, comparing with `tokens`. Returns the root, 0 where they differ."""
+    while depth > 0:
+        depth -= 1
+        if node < seg.first_block_node or seg.nodes["block_key"][node] != key_of(block_keys, depth):
+            return np.uint32(0)
+        if not same_tokens(seg, node, tokens, depth * seg.block_size):
+            return np.uint32(0)
+        node = node_at(seg, seg.nodes["parent"][node])
+    if node >= seg.first_block_node:
+        return np.uint32(0)
+    return node
+
+
+@kernel
+def _pins_none_other(seg, lease, depth, tokens, block_keys):
+    """Whether the partly matching child that the lease pins, if it does, agrees with `tokens` at all."""
+    node = node_at(seg, seg.leases["node"][lease])
+    if node == seg.leases["anchor"][lease]:
+        return True
+    start = depth * seg.block_size
+    return (
+        start < len(tokens)
+        and seg.tokens[node, 0] == tokens[start]
+        and seg.nodes["block_key"][node] == key_of(block_keys, depth)
+    )
+
+
+@kernel
+def _is_better(seg, lease, other):
+    """Whether the lease is to be found before the other: of the current epoch, then the deepest, then the youngest."""
+    leases, epoch = seg.leases, seg.state["epoch"][0]
+    current, other_current = leases["epoch"][lease] == epoch, leases["epoch"][other] == epoch
+    if current != other_current:
+        return current
+    if leases["depth"][lease] != leases["depth"][other]:
+        return leases["depth"][lease] > leases["depth"][other]
+    return leases["born"][lease] > leases["born"][other]
+
+
+@kernel
+def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest):
+    """This worker's deepest lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
+    leases, found = seg.leases, np.uint32(0)
+    for lease in range(1, lease_at(seg, seg.state["leases_used"][0] - 1) + 1):
+        depth = np.int64(leases["depth"][lease])
+        if not is_held(seg, lease, leases["born"][lease]) or depth < shallowest or depth > deepest:
+            continue
+        if found != 0 and not _is_better(seg, lease, found):
+            continue
+        root = root_of(seg, node_at(seg, leases["anchor"][lease]), depth, tokens, block_keys)
+        if root == 0 or not is_namespace(seg, root, namespace):
+            continue
+        if _pins_none_other(seg, lease, depth, tokens, block_keys):
+            found = np.uint32(lease)
+    return found

@@ -1,0 +1,173 @@
+"""Shows a replay: progress on stderr, then a table or a JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from shmradix.replay import Counts, Phase, Plan, WorkerResult
+
+_PLAIN_LINE_SECONDS = 5.0
+_PLAIN_WIDTH = 100
+_COLUMNS = (
+    "requests", "blocks\nhit", "tokens\nhit", "requests\nper s",
+    "lookup\np50 us", "lookup\np99 us", "insert\np50 us", "insert\np99 us",
+)  # fmt: skip
+_TITLES = {"shared": "shared cache", "private": "private caches"}
+
+
+class ProgressDisplay:
+    """Follows a replay on stderr: a live bar on a terminal, else a line now and then. A context manager."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._live = console.is_terminal and not console.is_dumb_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("", visible=False, note="")
+        self._title = ""
+        self._requests = 0
+        self._last_line = 0.0
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._progress.stop()
+
+    def started(self, phase: str, requests: int) -> None:
+        """A phase begins: compiled code is loaded (built if this is its first use), workers start."""
+        self._title, self._requests, self._last_line = f"{_TITLES[phase]:<14}", requests, monotonic()
+        self._task = self._progress.add_task(self._title, total=requests, note="starting workers")
+        self._say("starting workers (the first run compiles, which takes some seconds)")
+
+    def progressed(self, counts: Counts) -> None:
+        """So much of the running phase is done."""
+        note = f"{counts.hit_ratio:.1%} of blocks hit"
+        self._progress.update(self._task, completed=counts.requests, note=note)
+        if monotonic() - self._last_line >= _PLAIN_LINE_SECONDS:
+            self._last_line = monotonic()
+            self._say(f"{counts.requests:,} of {self._requests:,} requests, {note}")
+
+    def finished(self, phase: Phase) -> None:
+        """All requests of a phase are done."""
+        total = phase.total()
+        self.progressed(total.counts)
+        self._say(f"{total.counts.requests:,} requests in {total.seconds:.2f} s")
+
+    def _say(self, text: str) -> None:
+        if not self._live:
+            print(f"{self._title.strip()}: {text}", file=sys.stderr, flush=True)
+
+
+def print_json(plan: Plan, shared: Phase, private: Phase) -> None:
+    """Print one JSON object on stdout; ratios are 0 to 1, latencies microseconds."""
+    report = {
+        "trace": plan.trace_path,
+        "workers": plan.workers,
+        "blocks": plan.blocks,
+        "block_size": plan.block_size,
+        **_phase_numbers(shared),
+        "private": _phase_numbers(private),
+    }
+    print(json.dumps(report, indent=2))
+
+
+def print_table(plan: Plan, shared: Phase, private: Phase) -> None:
+    """Print both phases, worker by worker and in total, on stdout, and what the difference is."""
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console.print(f"Worker processes: {plan.workers}, tokens of a block: {plan.block_size}\n")
+    for phase in (shared, private):
+        console.print(_table(phase))
+        console.print()
+    print(comparison(shared, private))
+
+
+def comparison(shared: Phase, private: Phase) -> str:
+    """Return in a few plain words how much more the shared cache found."""
+    ours, theirs = shared.total().counts, private.total().counts
+    text = (
+        f"Prompt tokens found ready: {ours.token_hit_ratio:.1%} in the shared cache, "
+        f"{theirs.token_hit_ratio:.1%} in private ones, as large together."
+    )
+    if theirs.hit_tokens:
+        text += f"\nSharing found {ours.hit_tokens / theirs.hit_tokens:.2f} times as many."
+    return text
+
+
+def _table(phase: Phase) -> Table:
+    each = " each" if phase.name == "private" else ""
+    title = f"{_TITLES[phase.name]}, {phase.blocks_per_cache:,} blocks{each}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=0, show_edge=False)
+    table.add_column("worker", no_wrap=True)
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True, min_width=8)
+    for number, worker in enumerate(phase.workers):
+        table.add_row(str(number), *_cells(worker))
+    table.add_section()
+    table.add_row("total", *_cells(phase.total()), style="bold")
+    return table
+
+
+def _cells(result: WorkerResult) -> list[str]:
+    counts, cells = result.counts, []
+    cells += [f"{counts.requests:,}", f"{counts.hit_ratio:.2%}", f"{counts.token_hit_ratio:.2%}"]
+    cells.append(f"{result.requests_per_s:,.0f}")
+    for call in ("lookup", "insert"):
+        cells += [_shown(_percentile_us(result.call_ns[call], percent)) for percent in (50, 99)]
+    return cells
+
+
+def _shown(microseconds: float | None) -> str:
+    return "-" if microseconds is None else f"{microseconds:,.1f}"
+
+
+def _phase_numbers(phase: Phase) -> dict[str, Any]:
+    per_worker = [{"worker": number, **_numbers(worker)} for number, worker in enumerate(phase.workers)]
+    return {**_numbers(phase.total()), "blocks_per_cache": phase.blocks_per_cache, "per_worker": per_worker}
+
+
+def _numbers(result: WorkerResult) -> dict[str, Any]:
+    counts = result.counts
+    return {
+        **counts._asdict(),
+        "hit_ratio": counts.hit_ratio,
+        "token_hit_ratio": counts.token_hit_ratio,
+        "seconds": result.seconds,
+        "requests_per_s": result.requests_per_s,
+        "latency_us": {call: _latency(times) for call, times in result.call_ns.items()},
+    }
+
+
+def _latency(times_ns: npt.NDArray[np.int64]) -> dict[str, float | int | None]:
+    return {
+        "calls": len(times_ns),
+        "p50": _percentile_us(times_ns, 50),
+        "p99": _percentile_us(times_ns, 99),
+    }
+
+
+def _percentile_us(times_ns: npt.NDArray[np.int64], percent: int) -> float | None:
+    """Return a percentile in microseconds, None of nothing."""
+    return round(float(np.percentile(times_ns, percent)) / 1000, 3) if len(times_ns) else None

@@ -1,0 +1,397 @@
+"""Segments: create, attach, check, unlink, list.
+
+A segment is the file `/dev/shm/shmradix.<name>`, which is what `shm_open("/shmradix.<name>")` opens. It is made under
+a temporary name, complete with its semaphores, and gets its own by one `link`: nobody ever sees half a segment.
+Python's `multiprocessing.shared_memory` is not used: its tracker unlinks what a process merely attached.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import pwd
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import posix_ipc
+import psutil
+
+from shmradix import layout, locks
+from shmradix.errors import (
+    AccessDenied,
+    LayoutMismatch,
+    SegmentExists,
+    SegmentForeign,
+    SegmentNotFound,
+    SharedMemoryFull,
+)
+from shmradix.layout import Geometry
+
+SHM = Path("/dev/shm")
+PREFIX = "shmradix."
+MAX_NAME = 200  # so that the semaphores' names stay below glibc's 251 characters
+
+_RESERVE_STEP = 64 << 20  # one huge posix_fallocate on tmpfs can fail where many small ones succeed
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def check_name(name: str) -> str:
+    """Return `name`, or raise TypeError or ValueError where it can't name a segment."""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: expected a string")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name={name!r}: expected one or more of the letters, digits, '-' and '_'")
+    if len(name) > MAX_NAME:
+        raise ValueError(f"name={name!r} has {len(name)} characters: expected at most {MAX_NAME}")
+    return name
+
+
+def path_of(name: str) -> Path:
+    """The file of the segment `name`."""
+    return SHM / f"{PREFIX}{check_name(name)}"
+
+
+def _temporary_path_of(name: str) -> Path:
+    return SHM / f".{PREFIX}{name}.new"  # one for each name: two creators never reserve memory at once
+
+
+def semaphore_name(name: str, incarnation: int, guard: str) -> str:
+    """The name of the semaphore on which waiters for `guard` of this very segment sleep."""
+    return f"/{PREFIX}{name}.{incarnation:016x}.{guard}"
+
+
+class Segment:
+    """An open segment: its mapping, and numpy views of all of it."""
+
+    def __init__(self, name: str, fd: int, geometry: Geometry) -> None:
+        self.name = name
+        self.geometry = geometry
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self.inode = _inode(os.fstat(fd))
+        self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        self._map = mmap.mmap(fd, geometry.size)
+        self.views = geometry.views(self._map)
+        self.incarnation = int(self.views.header["incarnation"][0])
+
+    def semaphore_names(self) -> list[str]:
+        """The names of the guards' semaphores, in the order of `layout.GUARDS`."""
+        return [semaphore_name(self.name, self.incarnation, guard) for guard in layout.GUARDS]
+
+    def open_again(self) -> int:
+        """A new open of this very segment, whatever became of its name, for locks of its own."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def has_its_name(self) -> bool:
+        """Whether the segment still is what its name stands for."""
+        return _is_still(path_of(self.name), self._fd)
+
+    def remove_semaphores(self) -> None:
+        """Remove the semaphores' names, for a segment whose own name is gone."""
+        _remove_semaphores(self.name, self._fd)
+
+    def close(self) -> None:
+        """Unmap; memory that arrays still refer to stays mapped until they are gone."""
+        del self.views
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        os.close(self._fd)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _open(name: str, path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise SegmentNotFound(f"no segment {name!r}: create it first, or use RadixCache.open") from None
+    except PermissionError:
+        raise AccessDenied(
+            f"segment {name!r} {_ownership(path)}: run as that user, or create it with a wider mode"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise SegmentForeign(f"{path} is not a regular file: remove it, or use another name") from None
+        raise
+
+
+def _ownership(path: Path) -> str:
+    status = path.stat()
+    try:
+        owner = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        owner = str(status.st_uid)
+    return f"belongs to user {owner}, mode {stat.S_IMODE(status.st_mode):#o}"
+
+
+def boot_id() -> np.ndarray:
+    """The kernel's id of this boot, as uint64[2]."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return np.frombuffer(bytes.fromhex(text), "<u8")
+
+
+# --- attach ---------------------------------------------------------------------------------------------------
+
+
+def attach(name: str) -> Segment:
+    """Open the segment `name` and check all of it that must agree with this build before anything is trusted.
+
+    Raises SegmentNotFound, SegmentForeign, LayoutMismatch or AccessDenied; the segment stays as it is.
+    """
+    path = path_of(name)
+    fd = _open(name, path)
+    try:
+        return Segment(name, fd, _checked_geometry(name, path, fd))
+    finally:
+        os.close(fd)
+
+
+def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentForeign(f"{path} is not a regular file: remove it, or use another name")
+    image = os.pread(fd, layout.HEADER.itemsize, 0)
+    if len(image) < layout.HEADER.itemsize:
+        raise SegmentForeign(f"{path} has {status.st_size} bytes, less than a header: remove it, or use another name")
+    header = np.frombuffer(image, layout.HEADER)[0]
+    if header["magic"] != layout.MAGIC:
+        raise SegmentForeign(f"{path} does not start with shmradix's magic: remove it, or use another name")
+    expected = {
+        "byte_order": layout.BYTE_ORDER,
+        "version": layout.VERSION,
+        "fingerprint": layout.FINGERPRINT,
+    }
+    for field, value in expected.items():
+        if header[field] != value:
+            raise LayoutMismatch(
+                f"segment {name!r} has {field} {int(header[field]):#x}, this shmradix has {value:#x}: "
+                "use one shmradix version for all workers, or unlink the segment"
+            )
+    if not np.array_equal(header["boot_id"], boot_id()):
+        raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
+    try:
+        geometry = Geometry(**{field: int(header[field]) for field in layout.LIMITS})
+    except ValueError as error:
+        raise LayoutMismatch(f"segment {name!r}: {error}: unlink it") from None
+    if geometry.size != header["size"] or geometry.size != status.st_size:
+        raise SegmentForeign(
+            f"segment {name!r} has {status.st_size:,} bytes, its header says {int(header['size']):,}, "
+            f"its geometry needs {geometry.size:,}: it was cut short or damaged; unlink it"
+        )
+    return geometry
+
+
+# --- create ---------------------------------------------------------------------------------------------------
+
+
+def create(name: str, geometry: Geometry, mode: int) -> Segment:
+    """Make a segment and map it. Raises SegmentExists, SharedMemoryFull, AccessDenied."""
+    path, temporary = path_of(name), _temporary_path_of(name)
+    with _creator(name, path, temporary, mode) as fd:
+        try:
+            _reserve(name, fd, geometry)
+            segment = _format(name, fd, geometry, mode)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                segment.close()
+                raise _exists(name) from None
+        except BaseException:
+            _remove_semaphores(name, fd)
+            raise
+    return segment
+
+
+def _exists(name: str) -> SegmentExists:
+    return SegmentExists(f"segment {name!r} exists: attach to it, use RadixCache.open, or unlink it first")
+
+
+@contextlib.contextmanager
+def _creator(name: str, path: Path, temporary: Path, mode: int) -> Iterator[int]:
+    """Hold the one temporary file of `name`; waits while another live process holds it, sweeps a dead one's."""
+    while True:
+        sweep(name)
+        if os.path.lexists(path):
+            raise _exists(name)
+        try:
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            time.sleep(0.005)
+            continue
+        except PermissionError:
+            raise AccessDenied(f"no permission to create files in {SHM}") from None
+        if locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
+            break
+        os.close(fd)  # a sweeper was quicker than our lock: start again
+    try:
+        os.fchmod(fd, mode)  # not left to the umask
+        yield fd
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.close(fd)
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    try:
+        return _inode(os.lstat(path)) == _inode(os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def sweep(name: str) -> None:
+    """Remove what a creator of `name` that died half-way left behind; a live creator's is left alone."""
+    temporary = _temporary_path_of(name)
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # nothing there, or another user's, whose creator sweeps it
+    try:
+        if locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
+            if os.fstat(fd).st_nlink == 1:  # else it died just after it gave the segment its name
+                _remove_semaphores(name, fd)
+            os.unlink(temporary)
+    finally:
+        os.close(fd)
+
+
+def _reserve(name: str, fd: int, geometry: Geometry) -> None:
+    """Have the kernel set memory aside now: a full /dev/shm must be an error here, not SIGBUS at a later store."""
+    if geometry.size > _room():
+        raise _full(name, geometry)
+    try:
+        for start in range(0, geometry.size, _RESERVE_STEP):
+            os.posix_fallocate(fd, start, min(_RESERVE_STEP, geometry.size - start))
+    except OSError as error:
+        os.ftruncate(fd, 0)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise _full(name, geometry) from None
+        raise
+
+
+def _room() -> int:
+    """Bytes that can still be reserved: what the file system allows, and no more than the machine has to give."""
+    status = os.statvfs(SHM)
+    return min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available)
+
+
+def _full(name: str, geometry: Geometry) -> SharedMemoryFull:
+    tokens = 4 * geometry.block_size
+    return SharedMemoryFull(
+        errno.ENOSPC,
+        f"segment {name!r} needs {geometry.size:,} bytes, {SHM} and memory have {_room():,}: "
+        f"lower max_blocks={geometry.max_blocks:,} (each takes {tokens + 92} bytes, {tokens} of them its tokens), "
+        f"max_leases or max_snapshots, or enlarge {SHM} (in a container: --shm-size)",
+    )
+
+
+def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
+    image = np.zeros(1, layout.HEADER)
+    header: Any = image[0]
+    header["version"] = layout.VERSION
+    header["byte_order"] = layout.BYTE_ORDER
+    header["fingerprint"] = layout.FINGERPRINT
+    header["size"] = geometry.size
+    header["incarnation"] = secrets.randbits(64)
+    header["hash_seed"] = secrets.randbits(64)
+    header["created_ns"] = time.time_ns()
+    header["creator_pid"] = os.getpid()
+    header["boot_id"] = boot_id()
+    header["bucket_count"] = geometry.bucket_count
+    for field in layout.LIMITS:
+        header[field] = getattr(geometry, field)
+    os.pwrite(fd, image.tobytes(), 0)
+    segment = Segment(name, fd, geometry)
+    segment.views.state["clock"] = 1
+    segment.views.state["nodes_used"] = 1 + geometry.max_namespaces
+    segment.views.state["namespaces_used"] = 1
+    segment.views.state["leases_used"] = 1
+    for semaphore in segment.semaphore_names():
+        make_semaphore(semaphore, mode)
+    segment.views.header["magic"] = layout.MAGIC  # last: from here on the segment is one
+    return segment
+
+
+def make_semaphore(name: str, mode: int) -> posix_ipc.Semaphore:
+    """Open the semaphore, at 0 tokens, with the mode of its segment whatever the umask."""
+    try:
+        return posix_ipc.Semaphore(name)  # without O_CREAT first: fs.protected_regular refuses it for another's file
+    except posix_ipc.ExistentialError:
+        semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode, 0)
+        with contextlib.suppress(OSError):
+            os.chmod(SHM / f"sem.{name[1:]}", mode)
+        return semaphore
+
+
+def _remove_semaphores(name: str, fd: int) -> None:
+    image = os.pread(fd, layout.HEADER.itemsize, 0)
+    if len(image) == layout.HEADER.itemsize:
+        incarnation = int(np.frombuffer(image, layout.HEADER)["incarnation"][0])
+        for guard in layout.GUARDS:
+            with contextlib.suppress(posix_ipc.ExistentialError):
+                posix_ipc.unlink_semaphore(semaphore_name(name, incarnation, guard))
+
+
+# --- unlink, list ---------------------------------------------------------------------------------------------
+
+
+def unlink(name: str, inode: tuple[int, int] | None = None) -> bool:
+    """Remove the segment `name`, or only that with this `inode`; False where another has the name by now.
+
+    Processes that have it mapped go on with it. Raises SegmentNotFound where nothing has the name (and no `inode` is
+    given), AccessDenied.
+    """
+    path = path_of(name)
+    sweep(name)
+    try:
+        fd = _open(name, path)
+    except SegmentNotFound:
+        if inode is not None:
+            return False
+        raise
+    try:
+        if inode not in (None, _inode(os.fstat(fd))):
+            return False
+        # Whoever removes this segment holds this lock, so between the look at its name and the unlink nobody else
+        # can have freed the name for a newer one.
+        while not locks.try_lock(fd, locks.REMOVER_BYTE):
+            time.sleep(0.001)
+        if not _is_still(path, fd):
+            return False
+        os.unlink(path)
+        _remove_semaphores(name, fd)
+        return True
+    finally:
+        os.close(fd)
+
+
+def names() -> list[str]:
+    """The names of all segments on this host that start with shmradix's magic, or that this user can't read."""
+    found = []
+    for path in sorted(SHM.glob(f"{PREFIX}*")):
+        name = path.name[len(PREFIX) :]
+        if _NAME.fullmatch(name) and _may_be_segment(path):
+            found.append(name)
+    return found
+
+
+def _may_be_segment(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    try:
+        return os.pread(fd, 8, 0) == layout.MAGIC.to_bytes(8, "little")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

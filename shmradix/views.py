@@ -1,0 +1,128 @@
+"""From one integer to all arrays of a segment, inside compiled code.
+
+Passing many arrays to a compiled function costs more than the function itself, so entry points take the address of a
+small private array, the *handle*, and build the views from it. Addresses and counts come from the geometry that was
+checked at attach, never from the segment.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from shmradix import layout
+from shmradix.atomics import as_pointer
+from shmradix.compile import kernel
+from shmradix.layout import Geometry
+
+_HASH_KEYS_AT = 16  # where the keys of the block hash start in a handle
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_MASK = (1 << 64) - 1
+
+
+class Tree(NamedTuple):
+    """What the kernels work on: views of the segment, and private scalars of this handle."""
+
+    guards: Any
+    state: Any
+    workers: Any
+    namespaces: Any
+    leases: Any
+    nodes: Any
+    tokens: Any
+    heap: Any
+    buckets: Any
+    guard_words: Any  # the guards, nodes and leases once more, as int64 words for the atomics
+    node_words: Any
+    lease_words: Any
+    hash_keys: Any  # uint64[block_size], each below 2^32
+    private: Any  # int64[2]: FAULT and SLOT, below
+    block_size: Any
+    node_count: Any
+    first_block_node: Any  # nodes below are roots
+    lease_count: Any
+    bucket_mask: Any
+
+
+FAULT = 0  # in `private`: set to 1 when an index read from the segment pointed nowhere
+SLOT = 1  # in `private`: this worker's slot
+
+
+def _hash_keys(seed: int, count: int) -> np.ndarray:
+    """`count` keys below 2^32 from the segment's seed, by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    keys = np.empty(count, np.int64)
+    for i in range(count):
+        seed = (seed + _GOLDEN) & _MASK
+        x = seed
+        x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+        keys[i] = (x ^ (x >> 31)) >> 32
+    return keys
+
+
+def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
+    """The handle of a mapped segment, int64; its address is what entry points take, so keep it alive."""
+    handle = np.zeros(_HASH_KEYS_AT + geometry.block_size, np.int64)
+    arrays = [getattr(views, name) for name in Tree._fields[:9]]
+    handle[2:11] = [array.ctypes.data for array in arrays]
+    handle[11:16] = [
+        geometry.block_size,
+        geometry.node_count,
+        geometry.max_namespaces,
+        geometry.max_leases,
+        geometry.max_workers,
+    ]
+    handle[_HASH_KEYS_AT:] = _hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
+    return handle
+
+
+@kernel
+def open_views(handle):
+    """The arrays behind a handle's address."""
+    h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
+    block_size, node_count, namespaces, leases, workers = h[11], h[12], h[13], h[14], h[15]
+    buckets = 1
+    while buckets < node_count:
+        buckets *= 2
+    return Tree(
+        carray(as_pointer(h[2]), (2,), layout.GUARD),
+        carray(as_pointer(h[3]), (1,), layout.STATE),
+        carray(as_pointer(h[4]), (workers,), layout.WORKER),
+        carray(as_pointer(h[5]), (namespaces + 1,), layout.NAMESPACE),
+        carray(as_pointer(h[6]), (leases + 1,), layout.LEASE),
+        carray(as_pointer(h[7]), (node_count,), layout.NODE),
+        carray(as_pointer(h[8]), (node_count, block_size), np.uint32),
+        carray(as_pointer(h[9]), (node_count - namespaces,), layout.HEAP),
+        carray(as_pointer(h[10]), (buckets,), np.uint32),
+        carray(as_pointer(h[2]), (2 * 16,), np.int64),
+        carray(as_pointer(h[7]), (node_count * 8,), np.int64),
+        carray(as_pointer(h[6]), ((leases + 1) * 8,), np.int64),
+        carray(as_pointer(handle + 8 * _HASH_KEYS_AT), (block_size,), np.uint64),
+        carray(as_pointer(handle), (2,), np.int64),
+        block_size,
+        node_count,
+        namespaces + 1,
+        leases + 1,
+        buckets - 1,
+    )
+
+
+@kernel
+def node_at(seg, index):
+    """`index` if it names a node record, else 0 and the fault is noted: nothing read from a segment is trusted.
+
+    Indexes are uint32 all through: an unsigned one spares the compiled code numpy's counting from the end.
+    """
+    if index < seg.node_count:
+        return np.uint32(index)
+    seg.private[FAULT] = 1
+    return np.uint32(0)
+
+
+@kernel
+def lease_at(seg, index):
+    """`index` if it names a lease record, else 0 and the fault is noted."""
+    if index < seg.lease_count:
+        return np.uint32(index)
+    seg.private[FAULT] = 1
+    return np.uint32(0)

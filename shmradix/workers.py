@@ -1,0 +1,246 @@
+"""A worker: one attached handle, its slot, and how its calls reach the compiled code.
+
+The slot is claimed by a kernel lock (`locks.py`), which the kernel drops when the process dies. Threads of a process
+share a handle and its slot and queue here. A forked child claims a slot of its own at first use.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from shmradix import compile, locks
+from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, WorkersFull
+from shmradix.guard import PARKED, TREE
+from shmradix.parking import MAX_GENERATION, Parking, owner_of, tag_of
+from shmradix.segment import Segment, make_semaphore
+from shmradix.status import BUSY, CORRUPT
+from shmradix.tree import LOCK_WAITS
+from shmradix.views import SLOT, make_handle
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class Worker:
+    """This handle's place in the segment. Raises WorkersFull where every slot is taken."""
+
+    def __init__(self, segment: Segment, lock_timeout: float | None) -> None:
+        self.segment = segment
+        self.entries = compile.load()
+        self._lock_timeout = lock_timeout
+        self._patience = -1 if lock_timeout is None else lock_timeout
+        self._handle = make_handle(segment.views, segment.geometry)
+        self._address: int = self._handle.ctypes.data
+        self._parking = Parking(make_semaphore(segment.semaphore_names()[TREE], segment.mode))
+        self._queue = threading.Lock()
+        self._fd = -1
+        self.slot = -1  # none: before the first claim, and in a forked child
+        self.tag = 0
+        self.closed = False
+        self._claim()
+        _workers.add(self)
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def run(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        """Call an entry point for the tree guard, waiting for the guard as long as it takes. Returns its answer.
+
+        Raises LockTimeout when a live owner keeps it longer than the handle's `lock_timeout`, CorruptSegment when the
+        kernel met an index that points nowhere, CacheClosed.
+        """
+        self._enter()
+        try:
+            return self._run(kernel, *args)
+        finally:
+            self._queue.release()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """For more than one call: nobody else of this process comes between, and there is a slot."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._queue.release()
+
+    def _enter(self) -> None:
+        if not self._queue.acquire(timeout=self._patience):
+            raise LockTimeout(
+                f"another thread of this process (pid {os.getpid()}) waits for cache {self.segment.name!r}"
+            )
+        if self.slot < 0:
+            try:
+                self._claim()
+            except BaseException:
+                self._queue.release()
+                raise
+
+    def _run(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
+        if answer[0] == BUSY:
+            answer = self._run_parked(kernel, *args)
+        if answer[1]:
+            self._parking.wake()
+        if answer[0] == CORRUPT:
+            raise CorruptSegment(
+                f"segment {self.segment.name!r} holds an index that points nowhere: unlink it and create it anew"
+            )
+        return answer
+
+    def _run_parked(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        started = time.monotonic()
+        self.segment.views.workers["counters"][self.slot][LOCK_WAITS] += 1
+        while True:
+            word = self.entries.announce(self._address, TREE)
+            if word and not self._parking.sleep():
+                if self._is_dead(*owner_of(word)):
+                    self._take_over(word)
+                else:
+                    self._check_deadline(word, started)
+            answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
+            if answer[0] != BUSY:
+                return answer
+
+    def _check_deadline(self, word: int, started: float) -> None:
+        if self._lock_timeout is None or time.monotonic() - started < self._lock_timeout:
+            return
+        held = (time.monotonic_ns() - int(self.segment.views.guards["acquired_ns"][TREE])) / 1e9
+        raise LockTimeout(
+            f"cache {self.segment.name!r}: {self.describe(owner_of(word)[0])} has held the tree guard for "
+            f"{max(held, 0):.2f} s (lock_timeout={self._lock_timeout} s): wait longer, or see whether it is stopped"
+        )
+
+    def _take_over(self, word: int) -> None:
+        done, wake = self.entries.take_over(self._address, self.tag, time.monotonic_ns(), TREE, word)
+        if done and wake:
+            self._parking.wake()
+
+    # --- slots --------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        if self.closed:
+            raise CacheClosed(f"cache {self.segment.name!r} was closed: attach again")
+        fd = self.segment.open_again()
+        try:
+            slot = self._lock_a_slot(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        record = self.segment.views.workers[slot : slot + 1]
+        generation = int(record["generation"][0]) % MAX_GENERATION + 1
+        record["generation"] = (
+            generation  # first: from now on the owner words of the slot's last holder are a dead one's
+        )
+        self._handle[SLOT] = slot
+        self._fd, self.slot, self.tag = fd, slot, tag_of(slot, generation)
+        self._run(self.entries.bury, slot)
+        record["claimed_ns"] = time.time_ns()
+        record["start_time"] = _start_time()
+        record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
+        record["pid"] = os.getpid()
+
+    def _lock_a_slot(self, fd: int) -> int:
+        for _ in range(3):
+            for slot in range(self.segment.geometry.max_workers):
+                if locks.try_lock(fd, locks.FIRST_WORKER_BYTE + slot):
+                    return slot
+            time.sleep(0.01)  # a slot is also locked for a moment while it is reaped
+        holders = ", ".join(self.describe(slot) for slot in range(min(self.segment.geometry.max_workers, 16)))
+        raise WorkersFull(
+            f"cache {self.segment.name!r}: all max_workers={self.segment.geometry.max_workers} slots are taken "
+            f"by {holders}: close one, or create the cache with more"
+        )
+
+    def reap(self) -> int:
+        """Free what dead workers hold. Returns how many there were."""
+        reaped = 0
+        with self.turn():
+            for slot in np.flatnonzero(self.segment.views.workers["pid"]).tolist():
+                byte = locks.FIRST_WORKER_BYTE + slot
+                if slot != self.slot and locks.try_lock(self._fd, byte):
+                    try:
+                        if self.segment.views.workers["pid"][slot]:
+                            self._run(self.entries.bury, slot)
+                            reaped += 1
+                    finally:
+                        locks.unlock(self._fd, byte)
+        return reaped
+
+    def _is_dead(self, slot: int, generation: int) -> bool:
+        if not 0 <= slot < self.segment.geometry.max_workers:
+            return True  # no worker ever wrote that word
+        if int(self.segment.views.workers["generation"][slot]) != generation:
+            return True
+        return slot != self.slot and not locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot)
+
+    def live(self) -> int:
+        """How many workers are attached and alive."""
+        slots = np.flatnonzero(self.segment.views.workers["pid"]).tolist()
+        return sum(
+            slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot) for slot in slots
+        )
+
+    def describe(self, slot: int) -> str:
+        """Who has a slot, for people."""
+        pid = int(self.segment.views.workers["pid"][slot]) if 0 <= slot < self.segment.geometry.max_workers else 0
+        try:
+            return f"pid {pid} ({psutil.Process(pid).name()}, slot {slot})"
+        except psutil.Error:
+            return f"pid {pid} (of another pid namespace, or exiting; slot {slot})"
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def close(self, patience: float = -1) -> None:
+        """Give the slot and all its leases back and unmap, once no thread is in a call; gives up after `patience` s."""
+        if not self._queue.acquire(timeout=patience):
+            return  # the kernel frees the slot when the process is gone, and the next worker what it holds
+        try:
+            if self.closed:
+                return
+            try:
+                if self.slot >= 0:
+                    self._run(self.entries.bury, self.slot)
+            finally:
+                self.closed = True
+                self.forget()
+                self.segment.close()
+        finally:
+            self._queue.release()
+
+    def forget(self) -> None:
+        """Give up the slot's lock only: what a forked child does with the one it inherited."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self.slot, self.tag = -1, -1, 0
+
+    def after_fork(self) -> None:
+        """In a forked child: the slot stays the parent's, and no thread of the parent is here."""
+        self._queue = threading.Lock()
+        self.forget()
+
+
+def _start_time() -> int:
+    """When this process started, in clock ticks after boot: proc(5), /proc/<pid>/stat, field 22."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _after_fork_in_child() -> None:
+    for worker in list(_workers):
+        worker.after_fork()
+
+
+def _at_exit() -> None:
+    for worker in list(_workers):
+        worker.close(patience=1.0)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)
