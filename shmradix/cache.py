@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     pass
 
 LATEST = (1 << 63) - 1  # later than any clock
-_CLEAR_STEP = 4096  # blocks that clear() takes out in one critical section
+_EVICT_STEP = 1024  # blocks that are taken out in one critical section
 _NAMESPACES_KEPT = 4096  # digests of salts that a handle remembers
 
 
@@ -175,6 +176,12 @@ class RadixCache:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        worker = getattr(self, "_worker", None)  # none where attaching failed
+        if worker is not None and not worker.closed:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+            worker.close(patience=1.0)
+
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"<RadixCache {self.name!r}, {self.max_blocks} blocks of {self.block_size} tokens{state}>"
@@ -300,7 +307,11 @@ class RadixCache:
         limit = as_count("num_blocks", num_blocks)
         evicted = self._evict(limit, LATEST)
         if len(evicted) < limit and self._worker.reap():
-            evicted = _join([evicted, self._evict(limit - len(evicted), LATEST)])
+            more = self._evict(limit - len(evicted), LATEST)
+            evicted = EvictedBlocks(
+                np.concatenate([evicted.blocks, more.blocks]),
+                np.concatenate([evicted.disk_block_ids, more.disk_block_ids]),
+            )
         return evicted
 
     def clear(self) -> EvictedBlocks:
@@ -309,11 +320,7 @@ class RadixCache:
         Returns the blocks that nobody leases. The leased ones come out of `evict`, before all others, once their leases
         are gone.
         """
-        clock = self._worker.run(self._worker.entries.hide_all)[2]
-        parts = [self._evict(_CLEAR_STEP, clock)]
-        while len(parts[-1]) == _CLEAR_STEP:
-            parts.append(self._evict(_CLEAR_STEP, clock))
-        return _join(parts)
+        return self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2])
 
     def reap(self) -> int:
         """Free the leases of workers that died, and their slots. Returns how many workers that were."""
@@ -375,9 +382,15 @@ class RadixCache:
         return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, low, high)[0]
 
     def _evict(self, limit: int, latest: int) -> EvictedBlocks:
-        rows = np.empty((2, min(limit, self.max_blocks)), np.uint32)
-        taken = self._worker.run(self._worker.entries.evict, rows.shape[1], latest, rows)[2]
-        return EvictedBlocks(rows[0, :taken].copy(), rows[1, :taken].copy())
+        parts: builtins.list[np.ndarray] = []
+        while True:
+            step = min(limit, _EVICT_STEP)
+            rows = np.empty((2, step), np.uint32)
+            taken = self._worker.run(self._worker.entries.evict, step, latest, rows)[2]
+            parts.append(rows[:, :taken])
+            limit -= taken
+            if taken < step or limit == 0:
+                return EvictedBlocks(*np.concatenate(parts, axis=1))
 
     def _insert_error(self, status: int, matched: int, match: PrefixMatch | None) -> Exception:
         if status == MISMATCH:
@@ -402,11 +415,6 @@ class RadixCache:
             f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} leases are in use: "
             "release some, or create the cache with more"
         )
-
-
-def _join(parts: builtins.list[EvictedBlocks]) -> EvictedBlocks:
-    blocks, disk_block_ids = zip(*((part.blocks, part.disk_block_ids) for part in parts))
-    return EvictedBlocks(np.concatenate(blocks), np.concatenate(disk_block_ids))
 
 
 def _as_timeout(value: Any) -> float | None:

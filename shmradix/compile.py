@@ -32,6 +32,9 @@ _log = logging.getLogger("shmradix")
 kernel: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy")
 """A function that compiled code calls; compiled with its caller."""
 
+inlined: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+"""A kernel for the inside of a loop: a call would pass all views of the segment, hundreds of words, on the stack."""
+
 
 def entry(signature: Any) -> Callable[[Any], Any]:
     """A function that Python calls: compiled for `signature` at import, or loaded from the cache."""

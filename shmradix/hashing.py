@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shmradix.compile import kernel
+from shmradix.compile import inlined, kernel
 
 _MASK = np.uint64(0xFFFF_FFFF)
 _PARENT = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -14,7 +14,7 @@ _WORD = np.uint64(32)
 _ZERO, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
-@kernel
+@inlined
 def mix(x):
     """Spread all bits of the uint64 `x` over the result (MurmurHash3's finaliser, Appleby)."""
     x = (x ^ (x >> _HALF)) * _MIX_1
@@ -22,7 +22,7 @@ def mix(x):
     return x ^ (x >> _HALF)
 
 
-@kernel
+@inlined
 def block_hash(seg, parent_hash, tokens, start, block_key):
     """The uint32 hash of a block under a parent: NH of UMAC (Black et al., CRYPTO 1999) over token pairs, seeded."""
     total = np.uint64(parent_hash) * _PARENT + block_key * _KEY

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shmradix.atomics import store_release
-from shmradix.compile import kernel
+from shmradix.compile import inlined, kernel
 from shmradix.hashing import root_hash
 from shmradix.layout import NO_BLOCK, NO_DISK
 from shmradix.views import FAULT, node_at
@@ -11,7 +11,7 @@ from shmradix.views import FAULT, node_at
 WORDS = 8  # int64 words of a node record; its first is `born`
 
 
-@kernel
+@inlined
 def same_tokens(seg, node, tokens, start):
     """Whether the node holds exactly the block of `tokens` that begins at `start`."""
     difference, first = np.uint32(0), np.uint64(start)
@@ -20,7 +20,7 @@ def same_tokens(seg, node, tokens, start):
     return difference == 0
 
 
-@kernel
+@inlined
 def find_child(seg, parent, hash_, tokens, start, block_key):
     """The child of `parent` with exactly this block and block key, or 0."""
     nodes = seg.nodes

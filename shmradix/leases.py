@@ -3,7 +3,7 @@
 import numpy as np
 
 from shmradix.atomics import store_release
-from shmradix.compile import kernel
+from shmradix.compile import inlined, kernel
 from shmradix.heap import offer
 from shmradix.index import is_namespace, same_tokens
 from shmradix.views import FAULT, SLOT, lease_at, node_at
@@ -18,6 +18,16 @@ def has_free_lease(seg):
 
 
 @kernel
+def used_leases(seg):
+    """One more than the highest lease index that was ever used."""
+    used = np.int64(seg.state["leases_used"][0])
+    if 0 < used <= seg.lease_count:
+        return used
+    seg.private[FAULT] = 1
+    return np.int64(1)
+
+
+@kernel
 def take_lease(seg, node, anchor, depth, now):
     """Pin `node` for this worker; there must be a free lease. Returns the lease's index."""
     state, leases = seg.state, seg.leases
@@ -27,6 +37,9 @@ def take_lease(seg, node, anchor, depth, now):
     else:
         lease = lease_at(seg, state["leases_used"][0])
         state["leases_used"][0] += 1
+    if lease == 0:
+        seg.private[FAULT] = 1
+        return lease
     slot = seg.private[SLOT]
     leases["taken_ns"][lease] = now
     leases["epoch"][lease] = state["epoch"][0]
@@ -95,14 +108,14 @@ def drop_lease(seg, lease):
 def drop_all_of(seg, slot):
     """Free every lease of whoever had the slot. Returns how many."""
     dropped = 0
-    for lease in range(1, lease_at(seg, seg.state["leases_used"][0] - 1) + 1):
+    for lease in range(1, used_leases(seg)):
         if seg.leases["born"][lease] != 0 and np.int64(seg.leases["worker"][lease]) == slot + 1:
             drop_lease(seg, lease)
             dropped += 1
     return dropped
 
 
-@kernel
+@inlined
 def key_of(block_keys, i):
     """The key of block `i`: 0 where none is given."""
     if i < len(block_keys):
@@ -155,7 +168,7 @@ def _is_better(seg, lease, other):
 def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest):
     """This worker's deepest lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
     leases, found = seg.leases, np.uint32(0)
-    for lease in range(1, lease_at(seg, seg.state["leases_used"][0] - 1) + 1):
+    for lease in range(1, used_leases(seg)):
         depth = np.int64(leases["depth"][lease])
         if not is_held(seg, lease, leases["born"][lease]) or depth < shallowest or depth > deepest:
             continue

@@ -225,7 +225,7 @@ def _crew(jobs: list[_Job], next_request: Synchronized[int], shared_counts: Any)
     """Start the workers; whatever happens, none is left at the end."""
     members: list[_Member] = []
     try:
-        with _stops_put_off(), _inherited_block(signal.SIGINT):
+        with _stops_put_off():
             for job in jobs:
                 ours, theirs = _SPAWN.Pipe()
                 process = _SPAWN.Process(target=_work, args=(job, theirs, next_request, shared_counts))
@@ -269,25 +269,20 @@ def _death(member: _Member) -> ReplayError:
 
 
 @contextmanager
-def _inherited_block(signum: signal.Signals) -> Iterator[None]:
-    """Processes started inside never see the signal: Ctrl-C is the parent's to handle."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
 def _stops_put_off() -> Iterator[None]:
-    """Put the signals that ask to stop off until the end: nothing is left half-made, or half-removed."""
+    """Put the signals that ask to stop off until the end, so that nothing is left half-made or half-removed.
+
+    Processes started inside never see those of a terminal, which come to all of its processes: the parent acts.
+    """
     caught: list[int] = []
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {signum: signal.signal(signum, lambda signum, _: caught.append(signum)) for signum in stops}
+    handlers = {signum: signal.signal(signum, lambda signum, _: caught.append(signum)) for signum in stops}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:
-        for stop, handler in before.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for stop, handler in handlers.items():
             signal.signal(stop, handler)
         for signum in caught[:1]:
             signal.raise_signal(signum)

@@ -60,7 +60,7 @@ class ProgressDisplay:
         """A phase begins: compiled code is loaded (built if this is its first use), workers start."""
         self._title, self._requests, self._last_line = f"{_TITLES[phase]:<14}", requests, monotonic()
         self._task = self._progress.add_task(self._title, total=requests, note="starting workers")
-        self._say("starting workers (the first run compiles, which takes some seconds)")
+        self._say("starting workers")
 
     def progressed(self, counts: Counts) -> None:
         """So much of the running phase is done."""

@@ -180,6 +180,11 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
         geometry = Geometry(**{field: int(header[field]) for field in layout.LIMITS})
     except ValueError as error:
         raise LayoutMismatch(f"segment {name!r}: {error}: unlink it") from None
+    if header["bucket_count"] != geometry.bucket_count:
+        raise LayoutMismatch(
+            f"segment {name!r} has bucket_count {int(header['bucket_count']):,}, its geometry {geometry.bucket_count:,}: "
+            "it was damaged; unlink it"
+        )
     if geometry.size != header["size"] or geometry.size != status.st_size:
         raise SegmentForeign(
             f"segment {name!r} has {status.st_size:,} bytes, its header says {int(header['size']):,}, "

@@ -12,10 +12,10 @@ from numba import carray
 
 from shmradix import layout
 from shmradix.atomics import as_pointer
-from shmradix.compile import kernel
+from shmradix.compile import inlined, kernel
 from shmradix.layout import Geometry
 
-_HASH_KEYS_AT = 16  # where the keys of the block hash start in a handle
+_HASH_KEYS_AT = 17  # where the keys of the block hash start in a handle
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
@@ -65,12 +65,13 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
     handle = np.zeros(_HASH_KEYS_AT + geometry.block_size, np.int64)
     arrays = [getattr(views, name) for name in Tree._fields[:9]]
     handle[2:11] = [array.ctypes.data for array in arrays]
-    handle[11:16] = [
+    handle[11:17] = [
         geometry.block_size,
         geometry.node_count,
         geometry.max_namespaces,
         geometry.max_leases,
         geometry.max_workers,
+        geometry.bucket_count,
     ]
     handle[_HASH_KEYS_AT:] = _hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
     return handle
@@ -80,10 +81,7 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
 def open_views(handle):
     """The arrays behind a handle's address."""
     h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
-    block_size, node_count, namespaces, leases, workers = h[11], h[12], h[13], h[14], h[15]
-    buckets = 1
-    while buckets < node_count:
-        buckets *= 2
+    block_size, node_count, namespaces, leases, workers, buckets = h[11], h[12], h[13], h[14], h[15], h[16]
     return Tree(
         carray(as_pointer(h[2]), (2,), layout.GUARD),
         carray(as_pointer(h[3]), (1,), layout.STATE),
@@ -107,7 +105,7 @@ def open_views(handle):
     )
 
 
-@kernel
+@inlined
 def node_at(seg, index):
     """`index` if it names a node record, else 0 and the fault is noted: nothing read from a segment is trusted.
 
@@ -119,7 +117,7 @@ def node_at(seg, index):
     return np.uint32(0)
 
 
-@kernel
+@inlined
 def lease_at(seg, index):
     """`index` if it names a lease record, else 0 and the fault is noted."""
     if index < seg.lease_count:

@@ -135,7 +135,7 @@ class Worker:
             os.close(fd)
             raise
         record = self.segment.views.workers[slot : slot + 1]
-        generation = int(record["generation"][0]) % MAX_GENERATION + 1
+        generation = int(record["generation"][0]) % (MAX_GENERATION - 1) + 1
         record["generation"] = (
             generation  # first: from now on the owner words of the slot's last holder are a dead one's
         )
@@ -199,15 +199,22 @@ class Worker:
     # --- the end ------------------------------------------------------------------------------------------
 
     def close(self, patience: float = -1) -> None:
-        """Give the slot and all its leases back and unmap, once no thread is in a call; gives up after `patience` s."""
+        """Give the slot and all its leases back and unmap, once no thread is in a call.
+
+        Waits no longer than `patience` seconds, or the handle's `lock_timeout`: the kernel frees the slot anyway, and
+        the next worker what it holds.
+        """
         if not self._queue.acquire(timeout=patience):
-            return  # the kernel frees the slot when the process is gone, and the next worker what it holds
+            return
         try:
             if self.closed:
                 return
+            if patience >= 0:
+                self._lock_timeout = patience
             try:
                 if self.slot >= 0:
-                    self._run(self.entries.bury, self.slot)
+                    with contextlib.suppress(LockTimeout):
+                        self._run(self.entries.bury, self.slot)
             finally:
                 self.closed = True
                 self.forget()
