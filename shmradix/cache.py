@@ -107,8 +107,7 @@ class RadixCache:
             if cache._segment.has_its_name():
                 cache.reap()
                 return cache
-            cache._segment.remove_semaphores()  # unlinked meanwhile: whoever comes next would not meet us there
-            cache.close()
+            cache.close()  # unlinked meanwhile: whoever comes next would not meet us there
 
     @classmethod
     def open(
@@ -141,7 +140,7 @@ class RadixCache:
                         "attach to it, ask for the same sizes, or unlink it first"
                     )
                 return cache
-            with contextlib.suppress(SegmentExists):
+            with contextlib.suppress(SegmentExists, SegmentNotFound):
                 return cls(segments.create(name, geometry, mode), _as_timeout(lock_timeout), created=True)
 
     def unlink(self: Union["RadixCache", str]) -> bool:
@@ -331,12 +330,9 @@ class RadixCache:
         geometry = self._segment.geometry
         seen = np.zeros(geometry.node_count, np.uint8)
         _, _, blocks, leased, leases, namespaces = self._worker.run(self._worker.entries.totals, seen)
-        with self._worker.turn():
-            views = self._segment.views
-            counters = dict(zip(COUNTERS, views.workers["counters"].sum(axis=0).tolist()))
-            recoveries, workers = int(views.guards["recoveries"].sum()), self._worker.live()
+        counters, recoveries, workers = self._worker.counters()
         return Stats(
-            **counters, recoveries=recoveries, blocks_live=blocks, blocks_leased=leased,
+            **dict(zip(COUNTERS, counters)), recoveries=recoveries, blocks_live=blocks, blocks_leased=leased,
             blocks_evictable=blocks - leased, blocks_free=geometry.max_blocks - blocks, leases=leases, workers=workers,
             namespaces=namespaces,
         )  # fmt: skip

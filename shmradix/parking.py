@@ -1,8 +1,12 @@
-"""The robust lock, Python half: how a worker that found a guard taken sleeps, and what it does about a dead owner."""
+"""The robust lock, Python half: where a worker sleeps when a guard is taken.
 
-import signal
+The semaphore is waited for through the C library itself: `posix_ipc`'s `acquire` turns the exception of a signal
+handler into its own SignalError, and its deadline follows the wall clock, which may be set back.
+"""
 
-import posix_ipc
+import ctypes
+import os
+import time
 
 from shmradix.guard import PARKED
 
@@ -24,30 +28,45 @@ def owner_of(word: int) -> tuple[int, int]:
     return (word & (1 << _SLOT_BITS) - 1) - 1, word >> _SLOT_BITS
 
 
-class Parking:
-    """Where one worker waits for one guard."""
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))  # struct timespec of 64-bit Linux
 
-    def __init__(self, semaphore: posix_ipc.Semaphore) -> None:
-        self._semaphore = semaphore
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sem_open.restype = ctypes.c_void_p
+_libc.sem_open.argtypes = (ctypes.c_char_p, ctypes.c_int)
+for _name in ("sem_post", "sem_close"):
+    getattr(_libc, _name).argtypes = (ctypes.c_void_p,)
+_libc.sem_getvalue.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+_libc.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Timespec))
+_HAS_CLOCK = hasattr(_libc, "sem_clockwait")  # glibc since 2.30
+if _HAS_CLOCK:
+    _libc.sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+
+
+class Parking:
+    """Where one worker waits for one guard: the named semaphore, which must exist."""
+
+    def __init__(self, name: str) -> None:
+        self._semaphore = _libc.sem_open(name.encode(), 0)
+        if not self._semaphore:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), name)
 
     def sleep(self) -> bool:
-        """Sleep until somebody wakes us, at most `PARK` seconds. False if nobody did.
-
-        Signals wait meanwhile: `acquire` would lose the exception of their handler. They strike right after.
-        """
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        try:
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, signal.valid_signals()
-            )  # runs handlers already due, which may raise
-            self._semaphore.acquire(PARK)
-            return True
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
-            return False
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        """Sleep until somebody wakes us, a signal comes, or `PARK` seconds are over. Whether somebody woke us."""
+        clock = time.CLOCK_MONOTONIC if _HAS_CLOCK else time.CLOCK_REALTIME
+        deadline = _Timespec(*divmod(time.clock_gettime_ns(clock) + int(PARK * 1e9), 10**9))
+        if _HAS_CLOCK:
+            return bool(_libc.sem_clockwait(self._semaphore, clock, deadline) == 0)
+        return bool(_libc.sem_timedwait(self._semaphore, deadline) == 0)
 
     def wake(self) -> None:
         """Wake one sleeper."""
-        if self._semaphore.value < _TOKENS:
-            self._semaphore.release()
+        value = ctypes.c_int()
+        if _libc.sem_getvalue(self._semaphore, value) == 0 and value.value < _TOKENS:
+            _libc.sem_post(self._semaphore)
+
+    def close(self) -> None:
+        """Give the semaphore's mapping back."""
+        _libc.sem_close(self._semaphore)

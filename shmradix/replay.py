@@ -34,8 +34,7 @@ CALLS = ("lookup", "insert", "evict")
 _Array = npt.NDArray[np.uint32]
 _SPAWN = get_context("spawn")
 _POLL_SECONDS, _EXIT_SECONDS = 0.1, 10.0
-_SCRATCH_BLOCKS = 64
-_SCRATCH_BLOCK_SIZE = 16
+_SCRATCH_BLOCKS, _SCRATCH_BLOCK_SIZE = 64, 16
 
 
 class ReplayError(RuntimeError):
@@ -203,8 +202,8 @@ def _run(jobs: list[_Job], observer: Observer) -> list[WorkerResult]:
     """Run one worker per job over the whole trace and return their results in the same order."""
     with _stops_put_off():
         next_request = _SPAWN.Value("q", 0)
-        shared_counts = _SPAWN.RawArray(c_int64, len(jobs) * len(Counts._fields))
-    counts = _count_rows(shared_counts)
+        shared_counts: Any = _SPAWN.RawArray(c_int64, len(jobs) * len(Counts._fields))
+    counts = np.frombuffer(shared_counts, dtype=np.int64).reshape(len(jobs), -1)
 
     def show_progress() -> None:
         observer.progressed(Counts(*counts.sum(axis=0).tolist()))
@@ -272,7 +271,7 @@ def _death(member: _Member) -> ReplayError:
 def _stops_put_off() -> Iterator[None]:
     """Put the signals that ask to stop off until the end, so that nothing is left half-made or half-removed.
 
-    Processes started inside never see those of a terminal, which come to all of its processes: the parent acts.
+    Processes started inside never see those of a terminal, which come to all of its processes.
     """
     caught: list[int] = []
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -288,17 +287,12 @@ def _stops_put_off() -> Iterator[None]:
             signal.raise_signal(signum)
 
 
-def _count_rows(shared_counts: Any) -> npt.NDArray[np.int64]:
-    """View the shared counts as an array with one row per worker."""
-    return np.frombuffer(shared_counts, dtype=np.int64).reshape(-1, len(Counts._fields))
-
-
 def _work(job: _Job, link: Connection[Any, Any], next_request: Synchronized[int], shared_counts: Any) -> None:
     """Be a worker process: send the result, or what went wrong, to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    counts = np.frombuffer(shared_counts, dtype=np.int64).reshape(job.plan.workers, -1)[job.worker]
     message: WorkerResult | _Failure
     try:
-        message = _serve_trace(job, link, next_request, _count_rows(shared_counts)[job.worker])
+        message = _serve_trace(job, link, next_request, counts)
     except Exception as error:
         message = _Failure(f"{type(error).__name__}: {error}")
     with suppress(OSError):

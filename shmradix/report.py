@@ -43,7 +43,7 @@ class ProgressDisplay:
         self._task = self._progress.add_task("", visible=False, note="")
         self._title = ""
         self._requests = 0
-        self._last_line = 0.0
+        self._next_line = 0.0
 
     def __enter__(self) -> ProgressDisplay:
         if self._live:
@@ -58,23 +58,29 @@ class ProgressDisplay:
 
     def started(self, phase: str, requests: int) -> None:
         """A phase begins: compiled code is loaded (built if this is its first use), workers start."""
-        self._title, self._requests, self._last_line = f"{_TITLES[phase]:<14}", requests, monotonic()
+        self._title, self._requests, self._next_line = f"{_TITLES[phase]:<14}", requests, 0.0
         self._task = self._progress.add_task(self._title, total=requests, note="starting workers")
         self._say("starting workers")
 
     def progressed(self, counts: Counts) -> None:
         """So much of the running phase is done."""
-        note = f"{counts.hit_ratio:.1%} of blocks hit"
-        self._progress.update(self._task, completed=counts.requests, note=note)
-        if monotonic() - self._last_line >= _PLAIN_LINE_SECONDS:
-            self._last_line = monotonic()
-            self._say(f"{counts.requests:,} of {self._requests:,} requests, {note}")
+        note = self._update(counts)
+        if monotonic() >= self._next_line:
+            if self._next_line:
+                self._say(f"{counts.requests:,} of {self._requests:,} requests, {note}")
+            self._next_line = monotonic() + _PLAIN_LINE_SECONDS
 
     def finished(self, phase: Phase) -> None:
         """All requests of a phase are done."""
         total = phase.total()
-        self.progressed(total.counts)
+        self._update(total.counts)
         self._say(f"{total.counts.requests:,} requests in {total.seconds:.2f} s")
+
+    def _update(self, counts: Counts) -> str:
+        """Move the bar and return the note beside it."""
+        note = f"{counts.hit_ratio:.1%} of blocks hit"
+        self._progress.update(self._task, completed=counts.requests, note=note)
+        return note
 
     def _say(self, text: str) -> None:
         if not self._live:

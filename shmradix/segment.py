@@ -75,7 +75,7 @@ class Segment:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self.inode = _inode(os.fstat(fd))
         self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        self._map = mmap.mmap(fd, geometry.size)
+        self._map = mmap.mmap(self._fd, geometry.size)  # not `fd`: a creator holds a lock on its open
         self.views = geometry.views(self._map)
         self.incarnation = int(self.views.header["incarnation"][0])
 
@@ -182,8 +182,8 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
         raise LayoutMismatch(f"segment {name!r}: {error}: unlink it") from None
     if header["bucket_count"] != geometry.bucket_count:
         raise LayoutMismatch(
-            f"segment {name!r} has bucket_count {int(header['bucket_count']):,}, its geometry {geometry.bucket_count:,}: "
-            "it was damaged; unlink it"
+            f"segment {name!r} has bucket_count {int(header['bucket_count'])}, its geometry asks for "
+            f"{geometry.bucket_count}: it was damaged; unlink it"
         )
     if geometry.size != header["size"] or geometry.size != status.st_size:
         raise SegmentForeign(
@@ -324,15 +324,14 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
     return segment
 
 
-def make_semaphore(name: str, mode: int) -> posix_ipc.Semaphore:
-    """Open the semaphore, at 0 tokens, with the mode of its segment whatever the umask."""
+def make_semaphore(name: str, mode: int) -> None:
+    """Make the semaphore if it is not there, at 0 tokens, with the mode of its segment whatever the umask."""
     try:
-        return posix_ipc.Semaphore(name)  # without O_CREAT first: fs.protected_regular refuses it for another's file
+        posix_ipc.Semaphore(name).close()  # without O_CREAT: fs.protected_regular refuses it for another's file
     except posix_ipc.ExistentialError:
-        semaphore = posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode, 0)
+        posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode, 0).close()
         with contextlib.suppress(OSError):
             os.chmod(SHM / f"sem.{name[1:]}", mode)
-        return semaphore
 
 
 def _remove_semaphores(name: str, fd: int) -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from shmradix import compile, locks
-from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, WorkersFull
+from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
 from shmradix.guard import PARKED, TREE
 from shmradix.parking import MAX_GENERATION, Parking, owner_of, tag_of
 from shmradix.segment import Segment, make_semaphore
@@ -36,16 +36,19 @@ class Worker:
         self.segment = segment
         self.entries = compile.load()
         self._lock_timeout = lock_timeout
-        self._patience = -1 if lock_timeout is None else lock_timeout
         self._handle = make_handle(segment.views, segment.geometry)
         self._address: int = self._handle.ctypes.data
-        self._parking = Parking(make_semaphore(segment.semaphore_names()[TREE], segment.mode))
+        self._parking = _parking(segment)
         self._queue = threading.Lock()
         self._fd = -1
         self.slot = -1  # none: before the first claim, and in a forked child
         self.tag = 0
         self.closed = False
-        self._claim()
+        try:
+            self._claim()
+        except BaseException:
+            self._parking.close()
+            raise
         _workers.add(self)
 
     # --- calls --------------------------------------------------------------------------------------------
@@ -56,32 +59,13 @@ class Worker:
         Raises LockTimeout when a live owner keeps it longer than the handle's `lock_timeout`, CorruptSegment when the
         kernel met an index that points nowhere, CacheClosed.
         """
-        self._enter()
-        try:
+        with self._queue:
+            self._ensure_slot()
             return self._run(kernel, *args)
-        finally:
-            self._queue.release()
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """For more than one call: nobody else of this process comes between, and there is a slot."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._queue.release()
-
-    def _enter(self) -> None:
-        if not self._queue.acquire(timeout=self._patience):
-            raise LockTimeout(
-                f"another thread of this process (pid {os.getpid()}) waits for cache {self.segment.name!r}"
-            )
+    def _ensure_slot(self) -> None:
         if self.slot < 0:
-            try:
-                self._claim()
-            except BaseException:
-                self._queue.release()
-                raise
+            self._claim()
 
     def _run(self, kernel: Callable[..., Any], *args: Any) -> Any:
         answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
@@ -100,11 +84,10 @@ class Worker:
         self.segment.views.workers["counters"][self.slot][LOCK_WAITS] += 1
         while True:
             word = self.entries.announce(self._address, TREE)
-            if word and not self._parking.sleep():
-                if self._is_dead(*owner_of(word)):
-                    self._take_over(word)
-                else:
-                    self._check_deadline(word, started)
+            if word and not self._parking.sleep() and self._is_dead(*owner_of(word)):
+                self._take_over(word)
+            elif word:
+                self._check_deadline(word, started)
             answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
             if answer[0] != BUSY:
                 return answer
@@ -128,20 +111,20 @@ class Worker:
     def _claim(self) -> None:
         if self.closed:
             raise CacheClosed(f"cache {self.segment.name!r} was closed: attach again")
-        fd = self.segment.open_again()
+        self._fd = self.segment.open_again()
         try:
-            slot = self._lock_a_slot(fd)
+            slot = self._lock_a_slot(self._fd)
+            record = self.segment.views.workers[slot : slot + 1]
+            generation = int(record["generation"][0]) % (MAX_GENERATION - 1) + 1
+            record["generation"] = (
+                generation  # first: an owner word of the slot's last holder is a dead one's from now on
+            )
+            self._handle[SLOT] = slot
+            self.slot, self.tag = slot, tag_of(slot, generation)
+            self._run(self.entries.bury, slot)
         except BaseException:
-            os.close(fd)
+            self.forget()
             raise
-        record = self.segment.views.workers[slot : slot + 1]
-        generation = int(record["generation"][0]) % (MAX_GENERATION - 1) + 1
-        record["generation"] = (
-            generation  # first: from now on the owner words of the slot's last holder are a dead one's
-        )
-        self._handle[SLOT] = slot
-        self._fd, self.slot, self.tag = fd, slot, tag_of(slot, generation)
-        self._run(self.entries.bury, slot)
         record["claimed_ns"] = time.time_ns()
         record["start_time"] = _start_time()
         record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
@@ -162,7 +145,8 @@ class Worker:
     def reap(self) -> int:
         """Free what dead workers hold. Returns how many there were."""
         reaped = 0
-        with self.turn():
+        with self._queue:
+            self._ensure_slot()
             for slot in np.flatnonzero(self.segment.views.workers["pid"]).tolist():
                 byte = locks.FIRST_WORKER_BYTE + slot
                 if slot != self.slot and locks.try_lock(self._fd, byte):
@@ -181,12 +165,17 @@ class Worker:
             return True
         return slot != self.slot and not locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot)
 
-    def live(self) -> int:
-        """How many workers are attached and alive."""
-        slots = np.flatnonzero(self.segment.views.workers["pid"]).tolist()
-        return sum(
-            slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot) for slot in slots
-        )
+    def counters(self) -> tuple[list[int], int, int]:
+        """The sums of all slots' counters in the order of `layout.COUNTERS`, recoveries, and live workers."""
+        with self._queue:
+            self._ensure_slot()
+            views = self.segment.views
+            slots = np.flatnonzero(views.workers["pid"]).tolist()
+            live = sum(
+                slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot)
+                for slot in slots
+            )
+            return views.workers["counters"].sum(axis=0).tolist(), int(views.guards["recoveries"].sum()), live
 
     def describe(self, slot: int) -> str:
         """Who has a slot, for people."""
@@ -218,6 +207,7 @@ class Worker:
             finally:
                 self.closed = True
                 self.forget()
+                self._parking.close()
                 self.segment.close()
         finally:
             self._queue.release()
@@ -232,6 +222,18 @@ class Worker:
         """In a forked child: the slot stays the parent's, and no thread of the parent is here."""
         self._queue = threading.Lock()
         self.forget()
+
+
+def _parking(segment: Segment) -> Parking:
+    name = segment.semaphore_names()[TREE]
+    make_semaphore(name, segment.mode)
+    try:
+        return Parking(name)
+    except FileNotFoundError:
+        raise SegmentNotFound(f"segment {segment.name!r} was unlinked while it was being attached") from None
+    finally:
+        if not segment.has_its_name():  # unlinked meanwhile: we may have made anew what was removed with it
+            segment.remove_semaphores()
 
 
 def _start_time() -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,13 @@ def remove_all(name: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _leave_nothing_behind() -> Iterator[None]:
-    yield
-    left = sorted(path.name for path in SHM.glob(f"*shmradix.{RUN}*"))
-    remove_all(RUN)
+    # A process of its own, which outlives this one: it removes what is left even where this one is killed.
+    sweep = f"cat; sleep 1; rm -f {SHM}/*shmradix.{RUN}*"
+    with subprocess.Popen(["sh", "-c", sweep], stdin=subprocess.PIPE, start_new_session=True) as sweeper:
+        yield
+        left = sorted(path.name for path in SHM.glob(f"*shmradix.{RUN}*"))
+        assert sweeper.stdin is not None
+        sweeper.stdin.close()
     assert not left, f"tests left {left} in {SHM}"
 
 
