@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from shmradix import __version__
-from shmradix.errors import ShmradixError
+from shmradix.errors import SharedMemoryFull, ShmradixError
 from shmradix.layout import LIMITS
 from shmradix.replay import MAX_WORKERS, Plan, ReplayError, replay
 from shmradix.trace import TraceError
@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except ReplayError as error:
         return _complain(str(error), 1)
+    except SharedMemoryFull as error:
+        return _complain(str(error.strerror), 2)
     except (TraceError, ShmradixError, OSError) as error:
         return _complain(str(error), 2)
 

@@ -29,16 +29,23 @@ NOTICE_AFTER = 1.0  # seconds
 _log = logging.getLogger("shmradix")
 
 # Division by zero and overflow as in C: no exception can arise inside a critical section.
-kernel: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy")
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_INNER = {
+    **_OPTIONS,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}  # no Python calls them: a third less to compile
+
+kernel: Callable[[Any], Any] = numba.njit(**_INNER)
 """A function that compiled code calls; compiled with its caller."""
 
-inlined: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+inlined: Callable[[Any], Any] = numba.njit(forceinline=True, **_INNER)
 """A kernel for the inside of a loop: a call would pass all views of the segment, hundreds of words, on the stack."""
 
 
 def entry(signature: Any) -> Callable[[Any], Any]:
     """A function that Python calls: compiled for `signature` at import, or loaded from the cache."""
-    decorate: Callable[[Any], Any] = numba.njit(signature, nogil=True, error_model="numpy", cache=_cache is not None)
+    decorate: Callable[[Any], Any] = numba.njit(signature, cache=_cache is not None, no_cfunc_wrapper=True, **_OPTIONS)
     return decorate
 
 
@@ -88,22 +95,20 @@ def _one_at_a_time(directory: Path | None) -> Iterator[None]:
 
 
 def load() -> Any:
-    """The compiled entry points; says so on the log where that takes longer than a second."""
-    notice = threading.Timer(
-        NOTICE_AFTER,
-        _log.warning,
-        (
-            "shmradix is compiling its kernels for this machine (about half a minute, once; cached in %s)",
-            _cache or "no place",
-        ),
-    )
-    notice.daemon = True
-    notice.start()
+    """The compiled entry points; says so on the log where they must be compiled and that takes longer than a second."""
     previous = numba.config.CACHE_DIR
-    try:
-        with _one_at_a_time(_cache):
+    with _one_at_a_time(_cache):
+        is_compiled = _cache is not None and any(_cache.rglob("*.nbi"))  # numba's index of compiled code
+        notice = threading.Timer(NOTICE_AFTER, _log.warning, (_NOTICE, _cache or "nowhere: no place is ours to write"))
+        notice.daemon = True
+        if not is_compiled:
+            notice.start()
+        try:
             numba.config.CACHE_DIR = str(_cache or previous)
             return importlib.import_module("shmradix.entries")
-    finally:
-        numba.config.CACHE_DIR = previous
-        notice.cancel()
+        finally:
+            numba.config.CACHE_DIR = previous
+            notice.cancel()
+
+
+_NOTICE = "shmradix compiles its kernels for this machine: 10 to 30 seconds, once (kept in %s)"

@@ -13,17 +13,15 @@ from numba import carray
 from shmradix import layout
 from shmradix.atomics import as_pointer
 from shmradix.compile import inlined, kernel
+from shmradix.hash_keys import hash_keys
 from shmradix.layout import Geometry
 
 _HASH_KEYS_AT = 17  # where the keys of the block hash start in a handle
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MASK = (1 << 64) - 1
 
 
 class Tree(NamedTuple):
     """What the kernels work on: views of the segment, and private scalars of this handle."""
 
-    guards: Any
     state: Any
     workers: Any
     namespaces: Any
@@ -32,7 +30,7 @@ class Tree(NamedTuple):
     tokens: Any
     heap: Any
     buckets: Any
-    guard_words: Any  # the guards, nodes and leases once more, as int64 words for the atomics
+    guard_words: Any  # the guards, and the nodes and leases once more, as int64 words for the atomics
     node_words: Any
     lease_words: Any
     hash_keys: Any  # uint64[block_size], each below 2^32
@@ -48,22 +46,10 @@ FAULT = 0  # in `private`: set to 1 when an index read from the segment pointed 
 SLOT = 1  # in `private`: this worker's slot
 
 
-def _hash_keys(seed: int, count: int) -> np.ndarray:
-    """`count` keys below 2^32 from the segment's seed, by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    keys = np.empty(count, np.int64)
-    for i in range(count):
-        seed = (seed + _GOLDEN) & _MASK
-        x = seed
-        x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
-        keys[i] = (x ^ (x >> 31)) >> 32
-    return keys
-
-
 def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
     """The handle of a mapped segment, int64; its address is what entry points take, so keep it alive."""
     handle = np.zeros(_HASH_KEYS_AT + geometry.block_size, np.int64)
-    arrays = [getattr(views, name) for name in Tree._fields[:9]]
+    arrays = [views.guards, *(getattr(views, name) for name in Tree._fields[:8])]
     handle[2:11] = [array.ctypes.data for array in arrays]
     handle[11:17] = [
         geometry.block_size,
@@ -73,7 +59,7 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
         geometry.max_workers,
         geometry.bucket_count,
     ]
-    handle[_HASH_KEYS_AT:] = _hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
+    handle[_HASH_KEYS_AT:] = hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
     return handle
 
 
@@ -83,7 +69,6 @@ def open_views(handle):
     h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
     block_size, node_count, namespaces, leases, workers, buckets = h[11], h[12], h[13], h[14], h[15], h[16]
     return Tree(
-        carray(as_pointer(h[2]), (2,), layout.GUARD),
         carray(as_pointer(h[3]), (1,), layout.STATE),
         carray(as_pointer(h[4]), (workers,), layout.WORKER),
         carray(as_pointer(h[5]), (namespaces + 1,), layout.NAMESPACE),

@@ -138,7 +138,7 @@ def test_a_segment_that_cannot_be_made(
     assert main(["replay", trace_path, "--workers", "1", "--blocks", "4000"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(r"shmradix: .*segment 'replay-.*' needs .* bytes", err)
+    assert re.search(r"\nshmradix: segment 'replay-.*' needs .* bytes", err)
     assert "Traceback" not in err
 
 

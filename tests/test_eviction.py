@@ -11,163 +11,8 @@ import pytest
 
 from shmradix import NO_DISK, RadixCache, errors
 from tests.model import all_stats, segment_image
-from tests.test_scenarios import FAILS, Step, cleared, drop, ev, ins, look, play, rel, rel_matched, stat
 
 CacheFactory = Callable[..., RadixCache]
-
-LEASES: dict[str, list[Step]] = {
-    "another_block_for_a_stored_chunk_is_reported": [
-        ins(32, [10, 20]),
-        ins(48, [11, 20, 31], blocks=[31], duplicates=[11], inserted=48),
-        look(48, 48, [10, 20, 31]),
-        stat(duplicate_blocks=1),
-    ],
-    "another_block_than_the_matched_one_is_reported": [
-        ins(32, [10, 20]),
-        rel(32),
-        look(48, 32, [10, 20], keep="request"),
-        ins(48, [11, 20, 30], match="request", blocks=[30], duplicates=[11], inserted=48),
-    ],
-    "a_disk_id_for_a_matched_block_is_taken": [
-        ins(32, [10, 20]),
-        rel(32),
-        look(48, 32, [10, 20], keep="request"),
-        ins(48, [10, 20, 30], disk=[NO_DISK, 101, 102], match="request", blocks=[30], disk_ids=[101, 102]),
-    ],
-    "each_insert_needs_its_own_release": [
-        ins(32, [10, 20]),
-        ins(32, [11, 21], blocks=[], duplicates=[11, 21]),
-        rel(32),
-        ev(2),
-        rel(32),
-        ev(2, 20, 10),
-    ],
-    "releasing_what_is_not_held_fails": [
-        ins(16, [42]),
-        rel(16),
-        rel(16, **FAILS),
-        rel((100, 116), **FAILS),
-        look(16, 16, [42]),
-    ],
-    "releasing_below_what_is_held_drops_the_deepest_held": [
-        ins(48, [10, 20, 30]),
-        rel(48),
-        look(16, 16, [10]),
-        rel(48),
-        look(48, 48, [10, 20, 30]),
-    ],
-    "releasing_one_path_keeps_the_other": [
-        ins(32, [10, 20]),
-        ins((0, 16, 100, 116), [10, 30]),
-        rel(32),
-        ev(9, 20),
-        rel(32, **FAILS),
-        rel((0, 16, 100, 116)),
-        ev(9, 30, 10),
-    ],
-    "a_match_released_twice_counts_once": [
-        ins(16, [42]),
-        look(16, 16, [42], keep="first"),
-        look(16, 16, [42], keep="second"),
-        stat(leases=3),
-        drop("first"),
-        drop("first"),
-        stat(leases=2),
-        drop("second"),
-        stat(leases=1),
-    ],
-    "release_matched_undoes_a_lookup_of_that_depth": [
-        ins(64, [10, 11, 12, 13]),
-        rel(64),
-        look(48, 48, [10, 11, 12]),
-        rel_matched(48, 32, **FAILS),
-        rel_matched(48, 48),
-        look(32, 32, [10, 11]),
-        ev(8, 13, 12),
-        rel(32),
-        ev(8, 11, 10),
-    ],
-    "extending_a_lease_that_is_not_held_fails": [
-        ins(32, [10, 20]),
-        rel(32),
-        ins(48, [10, 20, 30], matched=32, **FAILS),
-        stat(blocks_live=2, leases=0),
-    ],
-    "extending_moves_the_lease_and_takes_no_second": [
-        ins(32, [10, 20]),
-        ins(48, [10, 20, 30], matched=32, blocks=[30], duplicates=[]),
-        stat(leases=1, blocks_leased=3),
-        rel(48),
-        rel(48, **FAILS),
-        ev(9, 30, 20, 10),
-    ],
-    "a_miss_takes_its_lease_when_it_inserts": [
-        look(40, 0, [], keep="request"),
-        stat(leases=0),
-        ins(40, [10, 20, 30], match="request", blocks=[10, 20], inserted=32),
-        stat(leases=1, blocks_leased=2),
-        drop("request"),
-        ev(9, 20, 10),
-    ],
-    "a_lease_on_a_partial_block_is_not_released_by_another_prompt": [
-        ins(16, [10]),
-        rel(16),
-        look(10, 0, [], keep="copying", partial=(10, 10)),
-        rel((100, 116), **FAILS),
-        ev(9),
-        rel(12),
-        ev(9, 10),
-    ],
-    "a_release_keeps_the_partial_block_of_another_prompt_with_the_same_start": [
-        ins(32, [10, 20]),
-        rel(32),
-        look((0, 16, 300, 304), 16, [10]),
-        look(20, 16, [10], keep="copying", partial=(20, 4)),
-        rel_matched((0, 16, 300, 304), 16),
-        ev(9),
-        drop("copying"),
-        ev(9, 20, 10),
-    ],
-    "clear_hides_everything_and_keeps_leased_blocks_until_released": [
-        ins(32, [10, 20]),
-        rel(32),
-        ins((100, 116), [30]),
-        rel((100, 116)),
-        look(32, 32, [10, 20], keep="old"),
-        cleared(30),
-        look(32, 0, []),
-        stat(blocks_live=2, blocks_leased=2),
-        ins(16, [50], blocks=[50], duplicates=[]),
-        look(32, 16, [50]),
-        ev(9),
-        drop("old"),
-        ev(9, 20, 10),
-    ],
-    "a_release_drops_a_lease_of_now_before_a_deeper_one_of_before_clear": [
-        ins(48, [10, 20, 30]),
-        cleared(),
-        ins(16, [50]),
-        rel(48),
-        ev(9, 50),
-        rel(48),
-        ev(9, 30, 20, 10),
-    ],
-    "a_match_older_than_clear_stores_nothing": [
-        ins(16, [10]),
-        rel(16),
-        look(32, 16, [10], keep="old"),
-        cleared(),
-        ins(32, [10, 20], match="old", blocks=[], inserted=0),
-        look(32, 0, []),
-        drop("old"),
-        ev(9, 10),
-    ],
-}
-
-
-@pytest.mark.parametrize("steps", LEASES.values(), ids=LEASES.keys())
-def test_lease_scenario(steps: list[Step], cache_factory: CacheFactory) -> None:
-    play(cache_factory(max_blocks=64, block_size=16), steps)
 
 
 @pytest.fixture
@@ -227,6 +72,27 @@ def test_eviction_follows_the_order_of_use(order: tuple[str, ...], cache: RadixC
     assert evicted(cache) == "".join(order)
 
 
+def test_a_parent_that_took_its_childs_use_outlives_what_was_used_between(cache: RadixCache) -> None:
+    store(cache, "ab", "y")
+    touch(cache, "ab")
+    with cache.lookup(tokens("y")):
+        touch(cache, "ab")
+        assert evicted(cache, 1) == "b"
+    assert evicted(cache) == "ya"
+
+
+def test_a_child_stored_after_the_youngest_went_is_still_found(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(max_blocks=8, block_size=4)
+    for child in (3, 1, 2):
+        cache.insert([7, child, child, child], [child])
+        cache.release([7, child, child, child])
+    for child in (3, 1):
+        cache.lookup([7, child, child, child]).release()
+    assert cache.evict(1).blocks.tolist() == [2]
+    cache.insert([7, 4, 4, 4], [4])
+    assert cache.lookup([7, 4, 4]).partial_block == 4
+
+
 def test_a_release_refreshes_nothing(cache: RadixCache) -> None:
     cache.insert(tokens("a"), [ord("a")])
     cache.insert(tokens("b"), [ord("b")])
@@ -260,50 +126,6 @@ def test_the_answer_is_two_parallel_arrays(cache: RadixCache) -> None:
     assert len(got) == 2
     assert got.blocks.dtype == got.disk_block_ids.dtype == np.uint32
     assert (got.blocks.tolist(), got.disk_block_ids.tolist()) == ([3, 2], [13, NO_DISK])
-
-
-@pytest.mark.parametrize("depth", range(1, 6))
-def test_a_lease_pins_its_whole_path_and_nothing_else(depth: int, cache: RadixCache) -> None:
-    store(cache, "abcde", "abx", "y")
-    path = "abcde"[:depth]
-    with cache.lookup(tokens(path)):
-        references = {chr(image.block): image.references for image in segment_image(cache)}
-        assert references == {letter: int(letter in path) for letter in "abcdexy"}
-        assert cache.stats().blocks_leased == depth
-        assert cache.stats().blocks_evictable == 7 - depth
-        assert sorted(evicted(cache)) == sorted(set("abcdexy") - set(path))
-    assert evicted(cache) == path[::-1]
-
-
-def test_a_reference_count_is_the_number_of_leases_below(cache: RadixCache) -> None:
-    store(cache, "abc", "abd", "e")
-    matches = [cache.lookup(tokens(prompt)) for prompt in ("a", "ab", "ab", "abc", "abd", "abd")]
-    counts = {chr(image.block): image.references for image in segment_image(cache)}
-    assert counts == {"a": 6, "b": 5, "c": 1, "d": 2, "e": 0}
-    for match in matches:
-        match.release()
-    assert {image.references for image in segment_image(cache)} == {0}
-
-
-def test_a_block_leased_by_two_workers_waits_for_both(cache: RadixCache) -> None:
-    store(cache, "ab")
-    with RadixCache.attach(cache.name) as other:
-        mine, theirs = cache.lookup(tokens("ab")), other.lookup(tokens("ab"))
-        mine.release()
-        assert evicted(cache) == ""
-        theirs.release()
-        assert evicted(cache) == "ba"
-
-
-def test_closing_a_worker_drops_its_leases(cache: RadixCache) -> None:
-    store(cache, "ab", "c")
-    with RadixCache.attach(cache.name) as other:
-        other.lookup(tokens("ab"))
-        other.insert(tokens("c"), [ord("c")])
-        assert cache.stats().leases == 2
-        assert evicted(cache) == ""
-    assert cache.stats().leases == 0
-    assert evicted(cache) == "bac"
 
 
 def test_any_worker_may_evict_what_another_stored(cache: RadixCache) -> None:

@@ -38,8 +38,10 @@ def give_guard_back(cache: RadixCache) -> None:
 
 @contextmanager
 def attached_actor(cache: RadixCache) -> Iterator[Actor]:
+    """A worker of another process, which has done its imports."""
     with Actor() as actor:
         actor.do(attach, cache.name)
+        actor.do(peek_timed)
         yield actor
 
 
