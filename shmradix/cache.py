@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import threading
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy as np
 
 from shmradix import segment as segments
+from shmradix import verify
 from shmradix.errors import (
     LayoutMismatch,
     LeaseError,
@@ -32,6 +34,7 @@ from shmradix.layout import COUNTERS, Geometry
 from shmradix.results import EvictedBlocks, InsertAcquired, PrefixMatch, Stats
 from shmradix.segment import Segment
 from shmradix.status import LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
+from shmradix.verify import Violation
 
 if TYPE_CHECKING:
     pass
@@ -91,8 +94,8 @@ class RadixCache:
         LockTimeout; None waits. Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
         """
         geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
-        mode = as_count("mode", mode, 0o777)
-        return cls(segments.create(segments.check_name(name), geometry, mode), _as_timeout(lock_timeout), created=True)
+        mode, timeout = as_count("mode", mode, 0o777), _as_timeout(lock_timeout)
+        return cls(segments.create(segments.check_name(name), geometry, mode), timeout, created=True)
 
     @classmethod
     def attach(cls, name: str, *, lock_timeout: float | None = None) -> "RadixCache":
@@ -128,7 +131,7 @@ class RadixCache:
         Raises what `create` and `attach` raise, and LayoutMismatch where the segment exists with other sizes.
         """
         geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
-        mode = as_count("mode", mode, 0o777)
+        mode, timeout = as_count("mode", mode, 0o777), _as_timeout(lock_timeout)
         while True:
             with contextlib.suppress(SegmentNotFound):
                 cache = cls.attach(name, lock_timeout=lock_timeout)
@@ -141,7 +144,7 @@ class RadixCache:
                     )
                 return cache
             with contextlib.suppress(SegmentExists, SegmentNotFound):
-                return cls(segments.create(name, geometry, mode), _as_timeout(lock_timeout), created=True)
+                return cls(segments.create(name, geometry, mode), timeout, created=True)
 
     def unlink(self: Union["RadixCache", str]) -> bool:
         """Remove a segment: `RadixCache.unlink(name)`, or `cache.unlink()` for the very one that the handle has.
@@ -325,6 +328,13 @@ class RadixCache:
         """Free the leases of workers that died, and their slots. Returns how many workers that were."""
         return self._worker.reap()
 
+    def verify(self) -> builtins.list[Violation]:
+        """Check every invariant of the segment on a copy of it, taken under the guard. Empty where it is sound."""
+        geometry = self._segment.geometry
+        image = np.empty(geometry.size, np.uint8)
+        self._worker.run(self._worker.entries.copy, image)
+        return verify.check(geometry.views(image), geometry)
+
     def stats(self) -> Stats:
         """The counters of all workers and the totals of the tree."""
         geometry = self._segment.geometry
@@ -418,6 +428,6 @@ def _as_timeout(value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"lock_timeout={value!r}: expected seconds, or None to wait")
-    if not value > 0:
+    if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(f"lock_timeout={value!r}: expected a positive number of seconds, or None to wait")
     return float(value)

@@ -11,13 +11,13 @@ from shmradix import guard, leases, recovery, tree
 from shmradix.compile import entry, kernel
 from shmradix.guard import TREE
 from shmradix.status import BUSY, CORRUPT, MISMATCH, NOT_HELD, OK
-from shmradix.views import FAULT, open_views
+from shmradix.views import FAULT, all_bytes, open_views
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
 _rows = Array(uint32, 2, "C")
 _counts = Array(int64, 1, "C")
-_seen = Array(uint8, 1, "C")
+_bytes = Array(uint8, 1, "C")
 
 
 @kernel
@@ -140,7 +140,7 @@ def hide_all(handle, tag, now):
     return status, wake, clock
 
 
-@entry(UniTuple(int64, 6)(int64, int64, int64, _seen))
+@entry(UniTuple(int64, 6)(int64, int64, int64, _bytes))
 def totals(handle, tag, now, seen):
     """(status, wake, live blocks, leased blocks, leases, namespaces)."""
     seg = open_views(handle)
@@ -152,6 +152,16 @@ def totals(handle, tag, now, seen):
     leased = tree.leased_blocks(seg, seen)
     status, wake = _end(seg, OK)
     return status, wake, blocks, leased, live_leases, namespaces
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _bytes))
+def copy(handle, tag, now, out):
+    """(status, wake): an image of the whole segment, consistent because nobody changes the tree meanwhile."""
+    seg = open_views(handle)
+    if not guard.acquire(seg, TREE, tag, now):
+        return BUSY, 0
+    out[:] = all_bytes(handle, len(out))
+    return _end(seg, OK)
 
 
 @entry(UniTuple(int64, 3)(int64, int64, int64, int64))

@@ -1,4 +1,4 @@
-"""The invariants of a segment, checked on an image of it with numpy alone; docs/invariants.md explains each by number."""
+"""The invariants of a segment, checked on an image of it with numpy alone; docs/invariants.md tells why each holds."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -16,7 +16,7 @@ from shmradix.compile import inlined, kernel
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import Geometry
 
-_HASH_KEYS_AT = 17  # where the keys of the block hash start in a handle
+_HASH_KEYS_AT = 18  # where the keys of the block hash start in a handle
 
 
 class Tree(NamedTuple):
@@ -51,16 +51,24 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
     handle = np.zeros(_HASH_KEYS_AT + geometry.block_size, np.int64)
     arrays = [views.guards, *(getattr(views, name) for name in Tree._fields[:8])]
     handle[2:11] = [array.ctypes.data for array in arrays]
-    handle[11:17] = [
+    handle[11:18] = [
         geometry.block_size,
         geometry.node_count,
         geometry.max_namespaces,
         geometry.max_leases,
         geometry.max_workers,
         geometry.bucket_count,
+        views.header.ctypes.data,
     ]
     handle[_HASH_KEYS_AT:] = hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
     return handle
+
+
+@kernel
+def all_bytes(handle, size):
+    """The segment behind a handle's address as uint8[size]."""
+    h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
+    return carray(as_pointer(h[17]), (size,), np.uint8)
 
 
 @kernel
