@@ -19,8 +19,8 @@ import numba
 import xxhash
 
 SOURCES = (
-    "atomics", "compile", "entries", "guard", "hash_keys", "hashing", "heap", "index", "layout", "leases", "recovery", "status",
-    "tree", "views",
+    "atomics", "compile", "entries", "guard", "hash_keys", "hashing", "heap", "index", "layout", "leases", "recovery",
+    "status", "tree", "views",
 )  # fmt: skip
 """The modules that end up in compiled code."""
 

@@ -184,10 +184,15 @@ def announce(handle, which):
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
 def take_over(handle, tag, now, which, dead):
-    """(whether we did, wake): take a guard from a dead owner, put right what it left, and give the guard back."""
+    """(what we did, wake): take a guard from a dead owner, put right what it left, and give the guard back.
+
+    0: somebody else was quicker. 1: the owner had changed nothing. 2: all derived data was rebuilt.
+    """
     seg = open_views(handle)
     if not guard.take_over(seg, which, dead, tag, now):
         return 0, 0
+    done = 1
     if which == TREE and guard.is_dirty(seg, which):
         recovery.rebuild(seg)
-    return 1, np.int64(guard.release(seg, which))
+        done = 2
+    return done, np.int64(guard.release(seg, which))

@@ -71,7 +71,7 @@ STATE = np.dtype(
 
 COUNTERS = (
     "lookups", "hits", "hit_tokens", "lookup_tokens", "inserts", "inserted_blocks", "duplicate_blocks",
-    "evicted_blocks", "lock_waits",
+    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns",
 )  # fmt: skip
 WORKER = np.dtype(
     [
@@ -82,7 +82,6 @@ WORKER = np.dtype(
         ("pid", "<u4"),  # 0: nobody
         ("padding", "<u4"),
         ("counters", "<i8", (len(COUNTERS),)),  # by the order of COUNTERS
-        ("reserved", "<u8", (2,)),
     ],
     align=True,
 )

@@ -119,6 +119,10 @@ class Stats:
     evicted_blocks: int
     lock_waits: int
     """Times that a worker found a guard taken and went to sleep."""
+    rebuilds: int
+    """Recoveries that had to make all derived data anew, because the dead worker was in the middle of a change."""
+    rebuild_ns: int
+    """Nanoseconds that the rebuilds took, together."""
     recoveries: int
     """Guards taken over from a worker that died while it held one."""
     blocks_live: int

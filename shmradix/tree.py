@@ -20,9 +20,10 @@ from shmradix.leases import find_lease, has_free_lease, is_held, key_of, move_le
 from shmradix.status import LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
 from shmradix.views import SLOT, node_at
 
-(LOOKUPS, HITS, HIT_TOKENS, LOOKUP_TOKENS, INSERTS, INSERTED_BLOCKS, DUPLICATE_BLOCKS, EVICTED_BLOCKS, LOCK_WAITS) = (
-    range(len(COUNTERS))
-)
+(
+    LOOKUPS, HITS, HIT_TOKENS, LOOKUP_TOKENS, INSERTS, INSERTED_BLOCKS, DUPLICATE_BLOCKS, EVICTED_BLOCKS, LOCK_WAITS,
+    REBUILDS, REBUILD_NS,
+) = range(len(COUNTERS))  # fmt: skip
 
 PARTIAL_CHILDREN = 64  # a lookup that ends at a node with more children looks at the oldest ones only
 NEW, NEW_DISK, DUPLICATE, DUPLICATE_DISK, PATH = range(5)  # rows of insert's output

@@ -23,7 +23,7 @@ from shmradix.guard import PARKED, TREE
 from shmradix.parking import MAX_GENERATION, Parking, owner_of, tag_of
 from shmradix.segment import Segment, make_semaphore
 from shmradix.status import BUSY, CORRUPT
-from shmradix.tree import LOCK_WAITS
+from shmradix.tree import LOCK_WAITS, REBUILD_NS, REBUILDS
 from shmradix.views import SLOT, make_handle
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
@@ -102,9 +102,14 @@ class Worker:
         )
 
     def _take_over(self, word: int) -> None:
-        done, wake = self.entries.take_over(self._address, self.tag, time.monotonic_ns(), TREE, word)
-        if done and wake:
+        started = time.monotonic_ns()
+        done, wake = self.entries.take_over(self._address, self.tag, started, TREE, word)
+        if wake:
             self._parking.wake()
+        if done == 2:
+            counters = self.segment.views.workers["counters"][self.slot]
+            counters[REBUILDS] += 1
+            counters[REBUILD_NS] += time.monotonic_ns() - started
 
     # --- slots --------------------------------------------------------------------------------------------
 

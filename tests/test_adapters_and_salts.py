@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shmradix import RadixCache
@@ -181,3 +182,56 @@ def test_clear_hides_every_adapter_and_salt(cache: RadixCache) -> None:
     assert all(cache.peek_matched_tokens(PROMPT[:4], **space) == 0 for space in SPACES.values())
     assert cache.stats().namespaces == 0
     assert segment_image(cache) == []
+
+
+def forge_hashes(cache: RadixCache, hashes: dict[int, int]) -> None:
+    """Give nodes other hashes and index them anew, as if theirs had collided with another block's."""
+    nodes, buckets = cache._segment.views.nodes, cache._segment.views.buckets
+    buckets[:] = 0
+    for node, number in hashes.items():
+        bucket = number & (len(buckets) - 1)
+        nodes["hash"][node], nodes["hash_next"][node] = number, buckets[bucket]
+        buckets[bucket] = node
+
+
+OTHER_BLOCKS: dict[str, tuple[list[int], list[int] | None]] = {
+    "first_token": ([9, 1, 2, 3], None),
+    "last_token": ([0, 1, 2, 9], None),
+    "swapped_tokens": ([1, 0, 2, 3], None),
+    "block_key": ([0, 1, 2, 3], [7]),
+}
+
+
+@pytest.mark.parametrize(("tokens", "keys"), OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
+def test_an_equal_hash_is_not_an_equal_block(tokens: list[int], keys: list[int] | None, cache: RadixCache) -> None:
+    """Store one block under the hash of another: the other must not be found, until it really is the other."""
+    views = cache._segment.views
+    cache.insert([0, 1, 2, 3], [10])
+    cache.insert(tokens, [20], block_keys=keys)
+    cache.release(tokens, block_keys=keys)
+    mine, other = (int(index) for number in (10, 20) for index in np.flatnonzero(views.nodes["block"] == number))
+    root, hash_of = int(views.nodes["parent"][mine]), views.nodes["hash"].tolist()
+    assert cache.evict(1).blocks.tolist() == [20]
+    forge_hashes(cache, {root: hash_of[root], mine: hash_of[other]})
+    assert cache.peek_matched_tokens(tokens, block_keys=keys) == 0
+    views.tokens[mine] = tokens
+    views.nodes["block_key"][mine] = keys[0] if keys else 0
+    assert cache.peek_matched_tokens(tokens, block_keys=keys) == 4
+
+
+@pytest.mark.parametrize(
+    "space", [{"adapter_id": 2, "salt": b"a"}, {"adapter_id": 1, "salt": b"b"}], ids=["adapter", "salt"]
+)
+def test_an_equal_hash_is_not_an_equal_namespace(space: Identity, cache: RadixCache) -> None:
+    views = cache._segment.views
+    cache.insert(PROMPT[:4], [10], adapter_id=1, salt=b"a")
+    cache.insert(PROMPT[:4], [20], **space)
+    cache.release(PROMPT[:4], **space)
+    mine, other = (int(index) for number in (10, 20) for index in np.flatnonzero(views.nodes["block"] == number))
+    root, other_root = views.nodes["parent"][[mine, other]].tolist()
+    hash_of, identity = views.nodes["hash"].tolist(), views.namespaces[other_root].copy()
+    assert cache.evict(1).blocks.tolist() == [20]
+    forge_hashes(cache, {root: hash_of[other_root], mine: hash_of[mine]})
+    assert cache.lookup(PROMPT[:3], **space).partial_block is None
+    views.namespaces[root] = identity
+    assert cache.lookup(PROMPT[:3], **space).partial_block == 10

@@ -48,7 +48,7 @@ RECORDS = {
     "worker": (
         128,
         "0 generation i64, 8 claimed_ns i64, 16 start_time u64, 24 pid_namespace u64, 32 pid u32, 36 padding u32, "
-        "40 counters i64[9], 112 reserved u64[2]",
+        "40 counters i64[11]",
     ),
     "namespace": (64, "0 adapter_id u64, 8 salt u64[4], 40 epoch i64, 48 reserved u64[2]"),
     "lease": (
@@ -72,7 +72,7 @@ RECORDS = {
 HOT = ("namespace", "lease", "node")
 COUNTERS = (
     "lookups", "hits", "hit_tokens", "lookup_tokens", "inserts", "inserted_blocks", "duplicate_blocks",
-    "evicted_blocks", "lock_waits",
+    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns",
 )  # fmt: skip
 NONE = 2**32 - 1
 
@@ -146,7 +146,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0x5E206A8475CF8307
+        assert header["fingerprint"] == 0xBAB72D359E91872C
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]
@@ -757,7 +757,9 @@ def test_numbers_in_the_document() -> None:
     assert layout.BYTE_ORDER == 0x01020304
     for size, (low, high) in layout.LIMITS.items():
         assert header[f"`{size}`"].endswith(f"{low} to {high:,}")
-    counters = [row[1].strip("`") for row in rows(document_section("worker: 128 bytes")) if row[0].isdigit()][-9:]
+    counters = [row[1].strip("`") for row in rows(document_section("worker: 128 bytes")) if row[0].isdigit()][
+        -len(COUNTERS) :
+    ]
     assert tuple(counters) == layout.COUNTERS == COUNTERS
     assert layout.NO_BLOCK == layout.NO_DISK == NONE
     assert layout.GUARDS == ("tree", "snapshots")
