@@ -57,6 +57,7 @@ class RadixCache:
 
         self._segment = segment
         self._namespaces: dict[tuple[int, bytes], np.ndarray] = {}
+        self._unreturned: builtins.list[tuple[np.ndarray, np.ndarray]] = []  # of evictions that an exception cut short
         self.created = created
         """Whether this very call created the segment."""
         self.name = segment.name
@@ -243,9 +244,10 @@ class RadixCache:
 
         With `match`, from a lookup of the same prompt, its lease is extended over all that is stored, and nothing of
         what matched is looked up again; the namespace is the match's. Without, `matched_tokens` says how much of the
-        prompt this worker holds a lease on: that lease is extended (LeaseError if there is none), and for less than a
-        block a new one is taken, which `release(tokens)` drops. Nothing is evicted: what does not fit in `max_blocks`
-        is not stored, see `inserted_tokens`. A match from before the last `clear()` stores nothing.
+        prompt a lease of this worker covers: that lease is extended (LeaseError where there is none of just that many
+        blocks), and for less than a block a new one is taken, which `release(tokens)` drops. Nothing is evicted: what
+        does not fit in `max_blocks` is not stored, see `inserted_tokens`. A match from before the last `clear()` stores
+        nothing.
 
         Raises ValueError where the tokens do not continue the match, LeasesFull, NamespacesFull, LeaseError.
         """
@@ -256,26 +258,35 @@ class RadixCache:
         keys = as_block_keys(block_keys, ids, self.block_size)
         matched = as_count("matched_tokens", matched_tokens, len(ids), ", the number of tokens")
         matched -= matched % self.block_size
-        namespace, held = self._namespace(adapter_id, salt), (0, 0, -1)
+        namespace = self._namespace(adapter_id, salt)
         if match is not None:
-            namespace = self._check_match(match, namespace)
-            matched, held = 0, (match._lease, match._born, match._epoch)
-        out = np.empty((5, full), np.uint32)
-        for attempt in range(2):
-            counts = np.zeros(5, np.int64)
-            answer = self._worker.run(
-                self._worker.entries.insert, namespace, ids, keys, table, disk_table, matched, *held, out, counts
-            )
-            if answer[0] != LEASES_FULL or attempt or not self._worker.reap():
-                break
-        status, _, depth, lease, born = answer
+            namespace, matched = self._namespace_of(match, namespace), 0
+        out, counts = np.empty((5, full), np.uint32), np.zeros(5, np.int64)
+        arguments = namespace, ids, keys, table, disk_table, matched
+        status, depth = self._worker.locked(self._insert, match, arguments, out, counts)
         if status == STALE:
             return InsertAcquired(0, NO_IDS, NO_IDS, NO_IDS, NO_IDS)
         if status:
             raise self._insert_error(status, matched, match)
-        if match is not None:
-            match._lease, match._born = lease, born
         return InsertAcquired(depth * self.block_size, *(out[i, : counts[i]].copy() for i in range(4)))
+
+    def _insert(
+        self, match: PrefixMatch | None, arguments: tuple[Any, ...], out: np.ndarray, counts: np.ndarray
+    ) -> tuple[int, int]:
+        """Insert and let the match have the lease, with no other thread's use of the match in between."""
+        held = (0, 0, -1)
+        if match is not None:
+            if match.released:
+                raise LeaseError(f"match={match!r} was released: look the prompt up again")
+            held = (match._lease, match._born, match._epoch)
+        worker = self._worker
+        answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
+        if answer[0] == LEASES_FULL and worker.reap():
+            answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
+        status, _, depth, lease, born = answer
+        if match is not None and not status:
+            match._lease, match._born = lease, born
+        return status, depth
 
     def release(
         self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
@@ -306,15 +317,7 @@ class RadixCache:
 
         Where that leaves too few, what dead workers leased is freed, too.
         """
-        limit = as_count("num_blocks", num_blocks)
-        evicted = self._evict(limit, LATEST)
-        if len(evicted) < limit and self._worker.reap():
-            more = self._evict(limit - len(evicted), LATEST)
-            evicted = EvictedBlocks(
-                np.concatenate([evicted.blocks, more.blocks]),
-                np.concatenate([evicted.disk_block_ids, more.disk_block_ids]),
-            )
-        return evicted
+        return self._evict(as_count("num_blocks", num_blocks), LATEST, reap=True)
 
     def clear(self) -> EvictedBlocks:
         """Forget everything (new weights, say): from the return on no worker finds anything that is older.
@@ -322,7 +325,7 @@ class RadixCache:
         Returns the blocks that nobody leases. The leased ones come out of `evict`, before all others, once their leases
         are gone.
         """
-        return self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2])
+        return self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2], reap=False)
 
     def reap(self) -> int:
         """Free the leases of workers that died, and their slots. Returns how many workers that were."""
@@ -361,24 +364,29 @@ class RadixCache:
             self._namespaces[adapter_id, salt] = known
         return known
 
-    def _check_match(self, match: PrefixMatch, namespace: np.ndarray) -> np.ndarray:
+    def _namespace_of(self, match: PrefixMatch, namespace: np.ndarray) -> np.ndarray:
         if not isinstance(match, PrefixMatch):
             raise TypeError(f"match={match!r}: expected a PrefixMatch")
         if match._owner is not self:
             raise ValueError(f"match={match!r} comes from another cache handle: look the prompt up in this one")
-        if match.released:
-            raise LeaseError(f"match={match!r} was released: look the prompt up again")
         if namespace is not BASE_NAMESPACE and not np.array_equal(namespace, match._namespace):
             raise ValueError("adapter_id and salt differ from the match's: leave them out, or look up with them")
         return match._namespace
 
     def _release_match(self, match: PrefixMatch) -> None:
-        if match._lease == 0 or self._worker.closed:  # closing gave it back
+        if self._worker.closed:  # closing gave it back
+            match.released = True
+        else:
+            self._worker.locked(self._release_lease, match)
+
+    def _release_lease(self, match: PrefixMatch) -> None:
+        if match.released:
             return
-        if self._worker.run(self._worker.entries.release, match._lease, match._born)[0]:
+        if match._lease and self._worker.run(self._worker.entries.release, match._lease, match._born)[0]:
             raise LeaseError(
                 f"the lease of {match!r} is not this worker's: only the process that took it can release it"
             )
+        match.released = True
 
     def _release_path(
         self, ids: np.ndarray, adapter_id: int, salt: bytes | None, block_keys: Ids | None, low: int, high: int
@@ -387,16 +395,26 @@ class RadixCache:
         keys = as_block_keys(block_keys, ids, self.block_size)
         return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, low, high)[0]
 
-    def _evict(self, limit: int, latest: int) -> EvictedBlocks:
-        parts: builtins.list[np.ndarray] = []
-        while True:
-            step = min(limit, _EVICT_STEP)
-            rows = np.empty((2, step), np.uint32)
-            taken = self._worker.run(self._worker.entries.evict, step, latest, rows)[2]
-            parts.append(rows[:, :taken])
-            limit -= taken
-            if taken < step or limit == 0:
-                return EvictedBlocks(*np.concatenate(parts, axis=1))
+    def _evict(self, limit: int, latest: int, reap: bool) -> EvictedBlocks:
+        """Take out up to `limit` blocks last used until `latest`; blocks of a call that was cut short come first."""
+        parts, self._unreturned = self._unreturned, []
+        wanted = limit - sum(int(counts[0]) for _, counts in parts)
+        try:
+            while wanted > 0:
+                step = min(wanted, _EVICT_STEP)
+                rows, counts = np.empty((2, step), np.uint32), np.zeros(1, np.int64)
+                parts.append((rows, counts))
+                self._worker.run(self._worker.entries.evict, step, latest, rows, counts)
+                wanted -= int(counts[0])
+                if counts[0] < step and not (reap and self._worker.reap()):
+                    break
+        except BaseException:  # an exception of a signal handler, say: the blocks must not be lost with it
+            self._unreturned += parts
+            raise
+        taken = np.concatenate([np.empty((2, 0), np.uint32), *(rows[:, : counts[0]] for rows, counts in parts)], axis=1)
+        if taken.shape[1] > limit:
+            self._unreturned.append((taken[:, limit:], np.array([taken.shape[1] - limit])))
+        return EvictedBlocks(*taken[:, :limit])
 
     def _insert_error(self, status: int, matched: int, match: PrefixMatch | None) -> Exception:
         if status == MISMATCH:

@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SOURCES = (
 """The modules that end up in compiled code."""
 
 NOTICE_AFTER = 1.0  # seconds
+PATIENCE = 120.0  # seconds to wait for another process that compiles, before doing the same beside it
 
 _log = logging.getLogger("shmradix")
 
@@ -90,12 +92,25 @@ def _one_at_a_time(directory: Path | None) -> Iterator[None]:
         yield
         return
     with open(directory / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.02)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where another thread forked meanwhile
+
+
+_loaded: list[Any] = []
 
 
 def load() -> Any:
     """The compiled entry points; says so on the log where they must be compiled and that takes longer than a second."""
+    if _loaded:
+        return _loaded[0]
     previous = numba.config.CACHE_DIR
     with _one_at_a_time(_cache):
         is_compiled = _cache is not None and any(_cache.rglob("*.nbi"))  # numba's index of compiled code
@@ -105,7 +120,8 @@ def load() -> Any:
             notice.start()
         try:
             numba.config.CACHE_DIR = str(_cache or previous)
-            return importlib.import_module("shmradix.entries")
+            _loaded.append(importlib.import_module("shmradix.entries"))
+            return _loaded[0]
         finally:
             numba.config.CACHE_DIR = previous
             notice.cancel()

@@ -73,7 +73,9 @@ def insert(
         return BUSY, 0, 0, 0, 0
     status = OK
     if matched > 0:
-        lease = tree.lease_within(seg, namespace, tokens, block_keys, matched)
+        # The oldest epoch's first: what was computed before a clear() must not come back through another's lease.
+        covered = matched // seg.block_size
+        lease = leases.find_lease(seg, namespace, tokens, block_keys, covered, covered, True)
         born = seg.leases["born"][lease]
         if lease == 0:
             status = NOT_HELD
@@ -110,7 +112,7 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
     seg = open_views(handle)
     if not guard.acquire(seg, TREE, tag, now):
         return BUSY, 0
-    lease, status = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest), OK
+    lease, status = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, False), OK
     if lease != 0:
         leases.drop_lease(seg, lease)
     else:
@@ -118,15 +120,14 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
     return _end(seg, status)
 
 
-@entry(UniTuple(int64, 3)(int64, int64, int64, int64, int64, _rows))
-def evict(handle, tag, now, limit, latest, out):
-    """(status, wake, blocks taken out); see tree.evict."""
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64, _rows, _counts))
+def evict(handle, tag, now, limit, latest, out, counts):
+    """(status, wake), and in counts[0] the blocks taken out, where no exception can lose it; see tree.evict."""
     seg = open_views(handle)
     if not guard.acquire(seg, TREE, tag, now):
-        return BUSY, 0, 0
-    taken = tree.evict(seg, limit, latest, out)
-    status, wake = _end(seg, OK)
-    return status, wake, taken
+        return BUSY, 0
+    tree.evict(seg, limit, latest, out, counts)
+    return _end(seg, OK)
 
 
 @entry(UniTuple(int64, 3)(int64, int64, int64))

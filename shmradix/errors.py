@@ -25,6 +25,10 @@ class AccessDenied(ShmradixError, PermissionError):
     """The segment belongs to somebody else, or its mode does not let this process in."""
 
 
+class NoSharedMemory(ShmradixError, OSError):
+    """There is no /dev/shm, or it can't be written."""
+
+
 class SharedMemoryFull(ShmradixError, OSError):
     """/dev/shm has too little room for the segment."""
 

@@ -107,7 +107,7 @@ LEASE = np.dtype(
         ("anchor", "<u4"),  # deepest node that matched wholly (a namespace's root when none did)
         ("depth", "<u4"),  # of the anchor, in blocks
         ("next_free", "<u4"),
-        ("padding", "<u4"),
+        ("partial_tokens", "<u4"),  # in which the partly matching child agreed
         ("reserved", "<u8"),
     ],
     align=True,

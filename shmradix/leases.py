@@ -28,7 +28,7 @@ def used_leases(seg):
 
 
 @kernel
-def take_lease(seg, node, anchor, depth, now):
+def take_lease(seg, node, anchor, depth, partial_tokens, now):
     """Pin `node` for this worker; there must be a free lease. Returns the lease's index."""
     state, leases = seg.state, seg.leases
     lease = lease_at(seg, state["free_lease"][0])
@@ -48,6 +48,7 @@ def take_lease(seg, node, anchor, depth, now):
     leases["node"][lease] = node
     leases["anchor"][lease] = anchor
     leases["depth"][lease] = depth
+    leases["partial_tokens"][lease] = partial_tokens
     state["clock"][0] += 1
     store_release(seg.lease_words, lease * WORDS, state["clock"][0])
     seg.nodes["leases"][node] += 1
@@ -84,6 +85,7 @@ def move_lease(seg, lease, node, depth):
     leases["node"][lease] = node
     leases["anchor"][lease] = node
     leases["depth"][lease] = depth
+    leases["partial_tokens"][lease] = 0
     _unpin(seg, before)
 
 
@@ -139,44 +141,46 @@ def root_of(seg, node, depth, tokens, block_keys):
 
 
 @kernel
-def _pins_none_other(seg, lease, depth, tokens, block_keys):
-    """Whether the partly matching child that the lease pins, if it does, agrees with `tokens` at all."""
-    node = node_at(seg, seg.leases["node"][lease])
-    if node == seg.leases["anchor"][lease]:
+def _agrees_with_partial(seg, lease, depth, tokens, block_keys):
+    """Whether `tokens` agree with the partly matching child that the lease may pin, as far as its prompt did."""
+    leases, start = seg.leases, depth * seg.block_size
+    node, agreed = node_at(seg, leases["node"][lease]), np.int64(leases["partial_tokens"][lease])
+    if agreed == 0:
         return True
-    start = depth * seg.block_size
-    return (
-        start < len(tokens)
-        and seg.tokens[node, 0] == tokens[start]
-        and seg.nodes["block_key"][node] == key_of(block_keys, depth)
-    )
+    if agreed > min(seg.block_size, len(tokens) - start) or seg.nodes["block_key"][node] != key_of(block_keys, depth):
+        return False
+    for i in range(agreed):
+        if seg.tokens[node, i] != tokens[start + i]:
+            return False
+    return True
 
 
 @kernel
-def _is_better(seg, lease, other):
-    """Whether the lease is to be found before the other: of the current epoch, then the deepest, then the youngest."""
-    leases, epoch = seg.leases, seg.state["epoch"][0]
-    current, other_current = leases["epoch"][lease] == epoch, leases["epoch"][other] == epoch
-    if current != other_current:
-        return current
+def _is_better(seg, lease, other, oldest):
+    """Which lease to find first: of the newest epoch (or the oldest), the deepest, the most partial, the youngest."""
+    leases = seg.leases
+    if leases["epoch"][lease] != leases["epoch"][other]:
+        return (leases["epoch"][lease] < leases["epoch"][other]) == oldest
     if leases["depth"][lease] != leases["depth"][other]:
         return leases["depth"][lease] > leases["depth"][other]
+    if leases["partial_tokens"][lease] != leases["partial_tokens"][other]:
+        return leases["partial_tokens"][lease] > leases["partial_tokens"][other]
     return leases["born"][lease] > leases["born"][other]
 
 
 @kernel
-def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest):
-    """This worker's deepest lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
+def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, oldest):
+    """This worker's best lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
     leases, found = seg.leases, np.uint32(0)
     for lease in range(1, used_leases(seg)):
         depth = np.int64(leases["depth"][lease])
         if not is_held(seg, lease, leases["born"][lease]) or depth < shallowest or depth > deepest:
             continue
-        if found != 0 and not _is_better(seg, lease, found):
+        if found != 0 and not _is_better(seg, lease, found, oldest):
             continue
         root = root_of(seg, node_at(seg, leases["anchor"][lease]), depth, tokens, block_keys)
         if root == 0 or not is_namespace(seg, root, namespace):
             continue
-        if _pins_none_other(seg, lease, depth, tokens, block_keys):
+        if _agrees_with_partial(seg, lease, depth, tokens, block_keys):
             found = np.uint32(lease)
     return found

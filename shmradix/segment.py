@@ -26,6 +26,7 @@ from shmradix import layout, locks
 from shmradix.errors import (
     AccessDenied,
     LayoutMismatch,
+    NoSharedMemory,
     SegmentExists,
     SegmentForeign,
     SegmentNotFound,
@@ -83,9 +84,9 @@ class Segment:
         """The names of the guards' semaphores, in the order of `layout.GUARDS`."""
         return [semaphore_name(self.name, self.incarnation, guard) for guard in layout.GUARDS]
 
-    def open_again(self) -> int:
-        """A new open of this very segment, whatever became of its name, for locks of its own."""
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+    def open_for_locks(self) -> int:
+        """A new open of this very segment, whatever became of its name."""
+        return locks.open_for_locks(f"/proc/self/fd/{self._fd}", os.O_RDWR)
 
     def has_its_name(self) -> bool:
         """Whether the segment still is what its name stands for."""
@@ -109,7 +110,7 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 def _open(name: str, path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return locks.open_for_locks(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise SegmentNotFound(f"no segment {name!r}: create it first, or use RadixCache.open") from None
     except PermissionError:
@@ -148,15 +149,30 @@ def attach(name: str) -> Segment:
     path = path_of(name)
     fd = _open(name, path)
     try:
+        if os.fstat(fd).st_nlink > 1:
+            sweep(name)
         return Segment(name, fd, _checked_geometry(name, path, fd))
     finally:
-        os.close(fd)
+        locks.close(fd)
+
+
+def _check_owner(name: str, path: Path, status: os.stat_result) -> None:
+    """Refuse another user's segment, unless it was created for a group that this process belongs to."""
+    is_shared = status.st_mode & 0o060 == 0o060 and status.st_gid in {os.getegid(), *os.getgroups()}
+    if status.st_uid != os.geteuid() and not is_shared:
+        raise AccessDenied(
+            f"segment {name!r} {_ownership(path)}, this process runs as user {os.geteuid()}: run as that user, "
+            "or create it with mode=0o660 and a common group"
+        )
 
 
 def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise SegmentForeign(f"{path} is not a regular file: remove it, or use another name")
+    _check_owner(name, path, status)
+    if status.st_nlink > 1 and not _is_still(_temporary_path_of(name), fd):  # else its creator is just about to be done
+        raise SegmentForeign(f"{path} has {status.st_nlink} hard links: remove the others, or use another name")
     image = os.pread(fd, layout.HEADER.itemsize, 0)
     if len(image) < layout.HEADER.itemsize:
         raise SegmentForeign(f"{path} has {status.st_size} bytes, less than a header: remove it, or use another name")
@@ -226,22 +242,26 @@ def _creator(name: str, path: Path, temporary: Path, mode: int) -> Iterator[int]
         if os.path.lexists(path):
             raise _exists(name)
         try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         except FileExistsError:
             time.sleep(0.005)
             continue
         except PermissionError:
             raise AccessDenied(f"no permission to create files in {SHM}") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EROFS):
+                raise
+            raise NoSharedMemory(error.errno, f"{SHM} is missing or read-only: mount a writable tmpfs there") from None
         if locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
             break
-        os.close(fd)  # a sweeper was quicker than our lock: start again
+        locks.close(fd)  # a sweeper was quicker than our lock: start again
     try:
         os.fchmod(fd, mode)  # not left to the umask
         yield fd
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        os.close(fd)
+        locks.close(fd)
 
 
 def _is_still(path: Path, fd: int) -> bool:
@@ -255,7 +275,7 @@ def sweep(name: str) -> None:
     """Remove what a creator of `name` that died half-way left behind; a live creator's is left alone."""
     temporary = _temporary_path_of(name)
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return  # nothing there, or another user's, whose creator sweeps it
     try:
@@ -264,7 +284,7 @@ def sweep(name: str) -> None:
                 _remove_semaphores(name, fd)
             os.unlink(temporary)
     finally:
-        os.close(fd)
+        locks.close(fd)
 
 
 def _reserve(name: str, fd: int, geometry: Geometry) -> None:
@@ -373,7 +393,7 @@ def unlink(name: str, inode: tuple[int, int] | None = None) -> bool:
         _remove_semaphores(name, fd)
         return True
     finally:
-        os.close(fd)
+        locks.close(fd)
 
 
 def names() -> list[str]:

@@ -16,7 +16,7 @@ from shmradix.index import (
     same_tokens,
 )
 from shmradix.layout import COUNTERS, NO_DISK
-from shmradix.leases import find_lease, has_free_lease, is_held, key_of, move_lease, take_lease
+from shmradix.leases import has_free_lease, is_held, key_of, move_lease, take_lease
 from shmradix.status import LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
 from shmradix.views import SLOT, node_at
 
@@ -94,7 +94,7 @@ def lookup(seg, now, namespace, tokens, block_keys, out):
     if depth > 0 or partial != 0:
         if not has_free_lease(seg):
             return LEASES_FULL, 0, lease, born, 0, 0, epoch
-        lease = take_lease(seg, pinned, node, depth, now)
+        lease = take_lease(seg, pinned, node, depth, agree, now)
         born = seg.leases["born"][lease]
     if depth > 0:
         touch(seg, node)
@@ -211,7 +211,7 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
         if lease != 0:
             move_lease(seg, lease, node, depth)
         else:
-            lease = take_lease(seg, node, node, depth, now)
+            lease = take_lease(seg, node, node, depth, 0, now)
     count(seg, INSERTS, 1)
     count(seg, INSERTED_BLOCKS, room)
     count(seg, DUPLICATE_BLOCKS, counts[DUPLICATE])
@@ -231,30 +231,22 @@ def may_insert(seg, lease, born, epoch):
 
 
 @kernel
-def lease_within(seg, namespace, tokens, block_keys, matched_tokens):
-    """This worker's deepest lease on the path that `matched_tokens` cover, or 0."""
-    return find_lease(seg, namespace, tokens, block_keys, 1, matched_tokens // seg.block_size)
-
-
-@kernel
-def evict(seg, limit, latest, out):
-    """Take out up to `limit` leaves, least recently used first, none used after `latest`. Returns how many."""
+def evict(seg, limit, latest, out, counts):
+    """Take out up to `limit` leaves, least recently used first, none used after `latest`; counts[0] says how many."""
     nodes = seg.nodes
-    taken = 0
-    while taken < limit:
+    while counts[0] < limit:
         node = take_oldest(seg, latest)
         if node == 0:
             break
-        out[0, taken] = nodes["block"][node]
-        out[1, taken] = nodes["disk_block"][node]
-        taken += 1
+        out[0, counts[0]] = nodes["block"][node]
+        out[1, counts[0]] = nodes["disk_block"][node]
+        counts[0] += 1
         parent = node_at(seg, nodes["parent"][node])
         # A lookup stamps its deepest node only: what was used below was used here, too.
         nodes["last_use"][parent] = max(nodes["last_use"][parent], nodes["last_use"][node])
         remove_node(seg, node)
         offer(seg, parent)
-    count(seg, EVICTED_BLOCKS, taken)
-    return taken
+    count(seg, EVICTED_BLOCKS, counts[0])
 
 
 @kernel

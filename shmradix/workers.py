@@ -39,19 +39,34 @@ class Worker:
         self._handle = make_handle(segment.views, segment.geometry)
         self._address: int = self._handle.ctypes.data
         self._parking = _parking(segment)
-        self._queue = threading.Lock()
+        self._queue = threading.RLock()  # re-entrant: a signal handler may use the handle that it interrupts
+        self._calls = 0  # of the thread that has the queue: more than one in such a handler
         self._fd = -1
         self.slot = -1  # none: before the first claim, and in a forked child
         self.tag = 0
         self.closed = False
+        _workers.add(self)
         try:
-            self._claim()
+            self.locked(lambda: None)
         except BaseException:
             self._parking.close()
             raise
-        _workers.add(self)
 
     # --- calls --------------------------------------------------------------------------------------------
+
+    def locked(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call `work` when no other thread of this process is in a call, with a slot to work in. Returns its answer."""
+        with self._queue:
+            calls = self._calls
+            try:
+                self._calls = calls + 1
+                if self.closed or self.slot < 0:
+                    self._claim()
+                return work(*args)
+            finally:
+                self._calls = calls
+                if self.closed and calls == 0 and self.slot >= 0:
+                    self._end()
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point for the tree guard, waiting for the guard as long as it takes. Returns its answer.
@@ -59,13 +74,7 @@ class Worker:
         Raises LockTimeout when a live owner keeps it longer than the handle's `lock_timeout`, CorruptSegment when the
         kernel met an index that points nowhere, CacheClosed.
         """
-        with self._queue:
-            self._ensure_slot()
-            return self._run(kernel, *args)
-
-    def _ensure_slot(self) -> None:
-        if self.slot < 0:
-            self._claim()
+        return self.locked(self._run, kernel, *args)
 
     def _run(self, kernel: Callable[..., Any], *args: Any) -> Any:
         answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
@@ -88,6 +97,8 @@ class Worker:
                 self._take_over(word)
             elif word:
                 self._check_deadline(word, started)
+            if self.closed and self._calls:
+                raise self._closed_error()
             answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
             if answer[0] != BUSY:
                 return answer
@@ -113,17 +124,20 @@ class Worker:
 
     # --- slots --------------------------------------------------------------------------------------------
 
+    def _closed_error(self) -> CacheClosed:
+        return CacheClosed(f"cache {self.segment.name!r} was closed: attach again")
+
     def _claim(self) -> None:
         if self.closed:
-            raise CacheClosed(f"cache {self.segment.name!r} was closed: attach again")
-        self._fd = self.segment.open_again()
+            raise self._closed_error()
+        if self._fd >= 0:
+            raise RuntimeError(f"cache {self.segment.name!r} was used by a signal handler while it was being attached")
         try:
+            self._fd = self.segment.open_for_locks()
             slot = self._lock_a_slot(self._fd)
             record = self.segment.views.workers[slot : slot + 1]
             generation = int(record["generation"][0]) % (MAX_GENERATION - 1) + 1
-            record["generation"] = (
-                generation  # first: an owner word of the slot's last holder is a dead one's from now on
-            )
+            record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
             self.slot, self.tag = slot, tag_of(slot, generation)
             self._run(self.entries.bury, slot)
@@ -149,18 +163,19 @@ class Worker:
 
     def reap(self) -> int:
         """Free what dead workers hold. Returns how many there were."""
+        return self.locked(self._reap)
+
+    def _reap(self) -> int:
         reaped = 0
-        with self._queue:
-            self._ensure_slot()
-            for slot in np.flatnonzero(self.segment.views.workers["pid"]).tolist():
-                byte = locks.FIRST_WORKER_BYTE + slot
-                if slot != self.slot and locks.try_lock(self._fd, byte):
-                    try:
-                        if self.segment.views.workers["pid"][slot]:
-                            self._run(self.entries.bury, slot)
-                            reaped += 1
-                    finally:
-                        locks.unlock(self._fd, byte)
+        for slot in np.flatnonzero(self.segment.views.workers["pid"]).tolist():
+            byte = locks.FIRST_WORKER_BYTE + slot
+            if slot != self.slot and locks.try_lock(self._fd, byte):
+                try:
+                    if self.segment.views.workers["pid"][slot]:
+                        self._run(self.entries.bury, slot)
+                        reaped += 1
+                finally:
+                    locks.unlock(self._fd, byte)
         return reaped
 
     def _is_dead(self, slot: int, generation: int) -> bool:
@@ -172,15 +187,15 @@ class Worker:
 
     def counters(self) -> tuple[list[int], int, int]:
         """The sums of all slots' counters in the order of `layout.COUNTERS`, recoveries, and live workers."""
-        with self._queue:
-            self._ensure_slot()
-            views = self.segment.views
-            slots = np.flatnonzero(views.workers["pid"]).tolist()
-            live = sum(
-                slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot)
-                for slot in slots
-            )
-            return views.workers["counters"].sum(axis=0).tolist(), int(views.guards["recoveries"].sum()), live
+        return self.locked(self._counters)
+
+    def _counters(self) -> tuple[list[int], int, int]:
+        views = self.segment.views
+        slots = np.flatnonzero(views.workers["pid"]).tolist()
+        live = sum(
+            slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot) for slot in slots
+        )
+        return views.workers["counters"].sum(axis=0).tolist(), int(views.guards["recoveries"].sum()), live
 
     def describe(self, slot: int) -> str:
         """Who has a slot, for people."""
@@ -201,32 +216,35 @@ class Worker:
         if not self._queue.acquire(timeout=patience):
             return
         try:
-            if self.closed:
-                return
             if patience >= 0:
                 self._lock_timeout = patience
-            try:
-                if self.slot >= 0:
-                    with contextlib.suppress(LockTimeout):
-                        self._run(self.entries.bury, self.slot)
-            finally:
-                self.closed = True
-                self.forget()
-                self._parking.close()
-                self.segment.close()
+            if not self.closed and self._calls == 0:
+                self._end()
+            self.closed = True  # where a signal handler closes what it interrupted, that call ends it on its way out
         finally:
             self._queue.release()
 
+    def _end(self) -> None:
+        try:
+            if self.slot >= 0:
+                with contextlib.suppress(LockTimeout):
+                    self._run(self.entries.bury, self.slot)
+        finally:
+            self.closed = True
+            self.forget()
+            self._parking.close()
+            self.segment.close()
+
     def forget(self) -> None:
-        """Give up the slot's lock only: what a forked child does with the one it inherited."""
+        """Give up the slot's lock only."""
         if self._fd >= 0:
-            os.close(self._fd)
+            locks.close(self._fd)
         self._fd, self.slot, self.tag = -1, -1, 0
 
     def after_fork(self) -> None:
-        """In a forked child: the slot stays the parent's, and no thread of the parent is here."""
-        self._queue = threading.Lock()
-        self.forget()
+        """In a forked child: the slot stays the parent's, its lock is closed, and no thread of the parent is here."""
+        self._queue, self._calls = threading.RLock(), 0
+        self._fd, self.slot, self.tag = -1, -1, 0
 
 
 def _parking(segment: Segment) -> Parking:

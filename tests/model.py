@@ -79,6 +79,7 @@ class Lease:
     client: int
     node: Node
     anchor: Node
+    agreed: int  # tokens that the partly matching child below the anchor has in common with the prompt
 
     @property
     def depth(self) -> int:
@@ -158,11 +159,11 @@ class Model:
                 best = (child, agreed)
         return best
 
-    def held(self, client: int, request: Request, depths: range) -> Lease | None:
-        """The client's lease on that path, its depth in `depths`: of the current epoch, the deepest, the youngest."""
-        best, best_rank = None, (False, -1)
+    def held(self, client: int, request: Request, depths: range, oldest: bool) -> Lease | None:
+        """The client's lease on that path: of the newest or oldest epoch, the deepest, the most partial, the youngest."""
+        best, best_rank = None, (-self.epoch - 1, -1, -1)
         for lease in self.leases:  # the oldest first
-            rank = (lease.anchor.epoch == self.epoch, lease.depth)
+            rank = (-lease.anchor.epoch if oldest else lease.anchor.epoch, lease.depth, lease.agreed)
             mine = (lease.client, lease.anchor.namespace) == (client, request.namespace)
             if mine and lease.depth in depths and rank >= best_rank and self.leads_to(lease, request):
                 best, best_rank = lease, rank
@@ -173,8 +174,10 @@ class Model:
         chunks, path = self.chunks(request), list(lease.anchor.path())
         if path != chunks[:-1][: len(path)]:
             return False
-        rest = chunks[len(path)]
-        return lease.node is lease.anchor or (lease.node.chunk[0][:1] == rest[0][:1] and lease.node.chunk[1] == rest[1])
+        rest, agreed = chunks[len(path)], lease.agreed
+        if agreed == 0:
+            return True
+        return lease.node.chunk[0][:agreed] == rest[0][:agreed] and lease.node.chunk[1] == rest[1]
 
     # Leases
 
@@ -188,8 +191,8 @@ class Model:
         if len(self.leases) == self.max_leases:
             raise errors.LeasesFull
 
-    def take(self, client: int, node: Node, anchor: Node) -> Lease:
-        lease = Lease(client, node, anchor)
+    def take(self, client: int, node: Node, anchor: Node, agreed: int = 0) -> Lease:
+        lease = Lease(client, node, anchor, agreed)
         node.pins += 1
         self.leases.append(lease)
         return lease
@@ -223,7 +226,8 @@ class Model:
         lease = None
         if nodes or partial:
             self.need_lease()
-            lease = self.take(client, partial[0] if partial else path[-1], path[-1])
+            pinned, agreed = partial or (path[-1], 0)
+            lease = self.take(client, pinned, path[-1], agreed)
         self.stamp(nodes)
         matched = len(nodes) * self.block_size
         self.count(lookups=1, hits=bool(nodes), hit_tokens=matched, lookup_tokens=len(request.tokens))
@@ -243,7 +247,8 @@ class Model:
     ) -> Inserted:
         lease = self.lease_to_extend(match, request) if match else None
         if matched >= self.block_size:
-            lease = self.held(client, request, range(1, matched // self.block_size + 1))
+            covered = matched // self.block_size
+            lease = self.held(client, request, range(covered, covered + 1), oldest=True)
             if lease is None:
                 raise errors.LeaseError
         if (lease.anchor.epoch if lease else match.epoch if match else self.epoch) != self.epoch:
@@ -271,7 +276,7 @@ class Model:
         if lease:
             lease.node.pins -= 1
             path[-1].pins += 1
-            lease.node = lease.anchor = path[-1]
+            lease.node, lease.anchor, lease.agreed = path[-1], path[-1], 0
         else:
             lease = self.take(client, path[-1], path[-1])
         if match:
@@ -299,7 +304,7 @@ class Model:
     def release(self, client: int, request: Request, matched: int | None = None) -> None:
         depth = 0 if matched is None else matched // self.block_size
         depths = range(len(request.tokens) + 1) if matched is None else range(depth, depth + 1)
-        lease = self.held(client, request, depths)
+        lease = self.held(client, request, depths, oldest=False)
         if lease:
             self.drop(lease)
         elif matched is None or depth:

@@ -54,7 +54,7 @@ RECORDS = {
     "lease": (
         64,
         "0 born i64, 8 taken_ns i64, 16 epoch i64, 24 generation i64, 32 worker u32, 36 node u32, 40 anchor u32, "
-        "44 depth u32, 48 next_free u32, 52 padding u32, 56 reserved u64",
+        "44 depth u32, 48 next_free u32, 52 partial_tokens u32, 56 reserved u64",
     ),
     "node": (
         64,
@@ -146,7 +146,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0xBAB72D359E91872C
+        assert header["fingerprint"] == 0xC6589C9A4789EEF4
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]
