@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import importlib
 import threading
 import warnings
 from types import TracebackType
@@ -37,7 +38,7 @@ from shmradix.status import LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
 from shmradix.verify import Violation
 
 if TYPE_CHECKING:
-    pass
+    from shmradix.workers import Worker
 
 LATEST = (1 << 63) - 1  # later than any clock
 _EVICT_STEP = 1024  # blocks that are taken out in one critical section
@@ -53,11 +54,8 @@ class RadixCache:
     """
 
     def __init__(self, segment: Segment, lock_timeout: float | None, created: bool) -> None:
-        from shmradix.workers import Worker  # here: importing shmradix must not import numba
-
         self._segment = segment
         self._namespaces: dict[tuple[int, bytes], np.ndarray] = {}
-        self._unreturned: builtins.list[tuple[np.ndarray, np.ndarray]] = []  # of evictions that an exception cut short
         self.created = created
         """Whether this very call created the segment."""
         self.name = segment.name
@@ -66,8 +64,10 @@ class RadixCache:
         self.incarnation = segment.incarnation
         """Differs for every segment ever created, also under one name."""
         try:
-            self._worker: Worker = Worker(segment, lock_timeout)
+            self._worker: Worker = _workers().Worker(segment, lock_timeout)
         except BaseException:
+            if created:
+                segments.unlink(segment.name, segment.inode)
             segment.close()
             raise
 
@@ -95,8 +95,10 @@ class RadixCache:
         LockTimeout; None waits. Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
         """
         geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
-        mode, timeout = as_count("mode", mode, 0o777), _as_timeout(lock_timeout)
-        return cls(segments.create(segments.check_name(name), geometry, mode), timeout, created=True)
+        mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
+        segments.check_name(name)
+        _workers()  # compiled before anything exists that an interrupted compilation would leave behind
+        return cls(segments.create(name, geometry, mode, timeout), timeout, created=True)
 
     @classmethod
     def attach(cls, name: str, *, lock_timeout: float | None = None) -> "RadixCache":
@@ -108,9 +110,13 @@ class RadixCache:
         timeout = _as_timeout(lock_timeout)
         while True:
             cache = cls(segments.attach(name), timeout, created=False)
-            if cache._segment.has_its_name():
-                cache.reap()
-                return cache
+            try:
+                if cache._segment.has_its_name():
+                    cache.reap()
+                    return cache
+            except BaseException:
+                cache.close()
+                raise
             cache.close()  # unlinked meanwhile: whoever comes next would not meet us there
 
     @classmethod
@@ -132,7 +138,7 @@ class RadixCache:
         Raises what `create` and `attach` raise, and LayoutMismatch where the segment exists with other sizes.
         """
         geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
-        mode, timeout = as_count("mode", mode, 0o777), _as_timeout(lock_timeout)
+        mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
         while True:
             with contextlib.suppress(SegmentNotFound):
                 cache = cls.attach(name, lock_timeout=lock_timeout)
@@ -145,7 +151,7 @@ class RadixCache:
                     )
                 return cache
             with contextlib.suppress(SegmentExists, SegmentNotFound):
-                return cls(segments.create(name, geometry, mode), timeout, created=True)
+                return cls(segments.create(name, geometry, mode, timeout), timeout, created=True)
 
     def unlink(self: Union["RadixCache", str]) -> bool:
         """Remove a segment: `RadixCache.unlink(name)`, or `cache.unlink()` for the very one that the handle has.
@@ -182,8 +188,10 @@ class RadixCache:
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)  # none where attaching failed
         if worker is not None and not worker.closed:
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
-            worker.close(patience=1.0)
+            try:
+                warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+            finally:
+                worker.close(patience=1.0)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -213,7 +221,7 @@ class RadixCache:
                 raise self._leases_full()
         _, _, depth, lease, born, block, agree, epoch = answer
         return PrefixMatch(
-            self, self._release_match, namespace, rows, depth, self.block_size, lease, born,
+            self, namespace, rows, depth, self.block_size, lease, born,
             block if agree else None, agree, epoch,
         )  # fmt: skip
 
@@ -240,14 +248,14 @@ class RadixCache:
         salt: bytes | None = None,
         block_keys: Ids | None = None,
     ) -> InsertAcquired:
-        """Store the full blocks of `tokens`; `block_table[i]` holds the KV of block i, all of which must be written.
+        """Store the full blocks of `tokens`; `block_table[i]` holds the KV of block i, and is in no other node.
 
         With `match`, from a lookup of the same prompt, its lease is extended over all that is stored, and nothing of
         what matched is looked up again; the namespace is the match's. Without, `matched_tokens` says how much of the
         prompt a lease of this worker covers: that lease is extended (LeaseError where there is none of just that many
-        blocks), and for less than a block a new one is taken, which `release(tokens)` drops. Nothing is evicted: what
-        does not fit in `max_blocks` is not stored, see `inserted_tokens`. A match from before the last `clear()` stores
-        nothing.
+        blocks), and for less than a block a new one is taken, unless nothing was stored, which `release(tokens)` drops.
+        Nothing is evicted: what does not fit in `max_blocks` is not stored, see `inserted_tokens`. A match from before
+        the last `clear()` stores nothing, see `stale`.
 
         Raises ValueError where the tokens do not continue the match, LeasesFull, NamespacesFull, LeaseError.
         """
@@ -260,12 +268,14 @@ class RadixCache:
         matched -= matched % self.block_size
         namespace = self._namespace(adapter_id, salt)
         if match is not None:
-            namespace, matched = self._namespace_of(match, namespace), 0
+            if matched_tokens:
+                raise ValueError(f"matched_tokens={matched_tokens} beside match={match!r}: give one of the two")
+            namespace = self._namespace_of(match, namespace)
         out, counts = np.empty((5, full), np.uint32), np.zeros(5, np.int64)
         arguments = namespace, ids, keys, table, disk_table, matched
         status, depth = self._worker.locked(self._insert, match, arguments, out, counts)
         if status == STALE:
-            return InsertAcquired(0, NO_IDS, NO_IDS, NO_IDS, NO_IDS)
+            return InsertAcquired(0, NO_IDS, NO_IDS, NO_IDS, NO_IDS, stale=True)
         if status:
             raise self._insert_error(status, matched, match)
         return InsertAcquired(depth * self.block_size, *(out[i, : counts[i]].copy() for i in range(4)))
@@ -281,7 +291,7 @@ class RadixCache:
             held = (match._lease, match._born, match._epoch)
         worker = self._worker
         answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
-        if answer[0] == LEASES_FULL and worker.reap():
+        if answer[0] in (LEASES_FULL, NAMESPACES_FULL) and worker.reap():
             answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
         status, _, depth, lease, born = answer
         if match is not None and not status:
@@ -323,7 +333,7 @@ class RadixCache:
         """Forget everything (new weights, say): from the return on no worker finds anything that is older.
 
         Returns the blocks that nobody leases. The leased ones come out of `evict`, before all others, once their leases
-        are gone.
+        are gone. An insert through a match from before stores nothing; one without a match is taken at its word.
         """
         return self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2], reap=False)
 
@@ -332,9 +342,13 @@ class RadixCache:
         return self._worker.reap()
 
     def verify(self) -> builtins.list[Violation]:
-        """Check every invariant of the segment on a copy of it, taken under the guard. Empty where it is sound."""
+        """Check every invariant of the segment (docs/invariants.md) on a copy of it. Empty where it is sound.
+
+        The copy holds the guard, and so all workers, about half a second a GB.
+        """
         geometry = self._segment.geometry
         image = np.empty(geometry.size, np.uint8)
+        image.fill(0)  # have the memory before the guard is held
         self._worker.run(self._worker.entries.copy, image)
         return verify.check(geometry.views(image), geometry)
 
@@ -374,6 +388,7 @@ class RadixCache:
         return match._namespace
 
     def _release_match(self, match: PrefixMatch) -> None:
+        """Drop the match's lease, once."""
         if self._worker.closed:  # closing gave it back
             match.released = True
         else:
@@ -397,24 +412,23 @@ class RadixCache:
 
     def _evict(self, limit: int, latest: int, reap: bool) -> EvictedBlocks:
         """Take out up to `limit` blocks last used until `latest`; blocks of a call that was cut short come first."""
-        parts, self._unreturned = self._unreturned, []
+        return EvictedBlocks(*self._worker.locked(self._evict_rows, limit, latest, reap))
+
+    def _evict_rows(self, limit: int, latest: int, reap: bool) -> np.ndarray:
+        worker, parts = self._worker, self._worker.unreturned
         wanted = limit - sum(int(counts[0]) for _, counts in parts)
-        try:
-            while wanted > 0:
-                step = min(wanted, _EVICT_STEP)
-                rows, counts = np.empty((2, step), np.uint32), np.zeros(1, np.int64)
-                parts.append((rows, counts))
-                self._worker.run(self._worker.entries.evict, step, latest, rows, counts)
-                wanted -= int(counts[0])
-                if counts[0] < step and not (reap and self._worker.reap()):
-                    break
-        except BaseException:  # an exception of a signal handler, say: the blocks must not be lost with it
-            self._unreturned += parts
-            raise
+        while wanted > 0:
+            step = min(wanted, _EVICT_STEP)
+            rows, counts = np.empty((2, step), np.uint32), np.zeros(1, np.int64)
+            parts.append((rows, counts))  # first: an exception, of a signal handler, say, must not lose the blocks
+            worker.run(worker.entries.evict, step, latest, rows, counts)
+            wanted -= int(counts[0])
+            if counts[0] < step and not (reap and worker.reap()):
+                break
         taken = np.concatenate([np.empty((2, 0), np.uint32), *(rows[:, : counts[0]] for rows, counts in parts)], axis=1)
-        if taken.shape[1] > limit:
-            self._unreturned.append((taken[:, limit:], np.array([taken.shape[1] - limit])))
-        return EvictedBlocks(*taken[:, :limit])
+        rest = taken[:, limit:]
+        worker.unreturned = [(rest, np.array([rest.shape[1]]))] if rest.size else []
+        return taken[:, :limit]
 
     def _insert_error(self, status: int, matched: int, match: PrefixMatch | None) -> Exception:
         if status == MISMATCH:
@@ -426,7 +440,7 @@ class RadixCache:
         if status == NAMESPACES_FULL:
             return NamespacesFull(
                 f"cache {self.name!r}: all max_namespaces={self._segment.geometry.max_namespaces} pairs of adapter and "
-                "salt have blocks: evict some, or create the cache with more"
+                "salt have blocks: evict all blocks of one, or create the cache with more"
             )
         if match is not None:
             return LeaseError(f"the lease of {match!r} is not this worker's: look the prompt up again")
@@ -439,6 +453,20 @@ class RadixCache:
             f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} leases are in use: "
             "release some, or create the cache with more"
         )
+
+
+def _workers() -> Any:
+    """The module `workers`, imported at first use: importing shmradix must not import numba."""
+    workers = importlib.import_module("shmradix.workers")
+    workers.compile.load()
+    return workers
+
+
+def _as_mode(value: Any) -> int:
+    mode = as_count("mode", value, 0o777)
+    if mode & 0o600 != 0o600:
+        raise ValueError(f"mode={mode:#o}: expected one that lets the owner read and write, as 0o600 does")
+    return mode
 
 
 def _as_timeout(value: Any) -> float | None:

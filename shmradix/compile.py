@@ -9,6 +9,7 @@ import fcntl
 import importlib
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -52,7 +53,7 @@ def entry(signature: Any) -> Callable[[Any], Any]:
 
 
 def _fingerprint() -> str:
-    digest = xxhash.xxh3_64(numba.__version__.encode())
+    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.implementation.cache_tag}".encode())
     for module in SOURCES:
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     return digest.hexdigest()
@@ -76,7 +77,9 @@ def _cache_directory() -> Path | None:
     for place in places:
         directory = place / _fingerprint()
         with contextlib.suppress(OSError):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
             if _is_ours(place) and _is_ours(directory):
                 return directory
     return None
@@ -105,26 +108,27 @@ def _one_at_a_time(directory: Path | None) -> Iterator[None]:
 
 
 _loaded: list[Any] = []
+_NOTICE = "shmradix compiles its kernels for this machine: 10 to 30 seconds, once (kept in %s)"
 
 
 def load() -> Any:
-    """The compiled entry points; says so on the log where they must be compiled and that takes longer than a second."""
+    """The compiled entry points; says so on the log where compiling them, or waiting for that, takes over a second."""
     if _loaded:
         return _loaded[0]
+    done = _cache / "done" if _cache else None
+    notice = threading.Timer(NOTICE_AFTER, _log.warning, (_NOTICE, _cache or "nowhere: no place is ours to write"))
+    notice.daemon = True
+    is_done = done is not None and done.exists()
+    if not is_done:
+        notice.start()
     previous = numba.config.CACHE_DIR
-    with _one_at_a_time(_cache):
-        is_compiled = _cache is not None and any(_cache.rglob("*.nbi"))  # numba's index of compiled code
-        notice = threading.Timer(NOTICE_AFTER, _log.warning, (_NOTICE, _cache or "nowhere: no place is ours to write"))
-        notice.daemon = True
-        if not is_compiled:
-            notice.start()
-        try:
+    try:
+        with _one_at_a_time(None if is_done else _cache):  # loading needs no turns
             numba.config.CACHE_DIR = str(_cache or previous)
             _loaded.append(importlib.import_module("shmradix.entries"))
-            return _loaded[0]
-        finally:
-            numba.config.CACHE_DIR = previous
-            notice.cancel()
-
-
-_NOTICE = "shmradix compiles its kernels for this machine: 10 to 30 seconds, once (kept in %s)"
+            if done is not None:
+                done.touch()
+    finally:
+        numba.config.CACHE_DIR = previous
+        notice.cancel()
+    return _loaded[0]

@@ -11,7 +11,7 @@ from shmradix import guard, leases, recovery, tree
 from shmradix.compile import entry, kernel
 from shmradix.guard import TREE
 from shmradix.status import BUSY, CORRUPT, MISMATCH, NOT_HELD, OK
-from shmradix.views import FAULT, all_bytes, open_views
+from shmradix.views import FAULT, all_bytes, bounded, open_views
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
@@ -21,20 +21,35 @@ _bytes = Array(uint8, 1, "C")
 
 
 @kernel
-def _end(seg, status):
-    """Release the tree guard; a fault outranks any other status."""
-    parked = np.int64(guard.release(seg, TREE))
+def _checked(seg, status):
+    """The status, or CORRUPT where a fault was noted, which outranks any other."""
     if seg.private[FAULT] != 0:
         seg.private[FAULT] = 0
-        status = CORRUPT
-    return np.int64(status), parked
+        return np.int64(CORRUPT)
+    return np.int64(status)
+
+
+@kernel
+def _begin(seg, tag, now):
+    """Take the tree guard for a section that changes something. False if it is taken."""
+    if not guard.acquire(seg, TREE, tag, now):
+        return False
+    guard.begin(seg, TREE)
+    return True
+
+
+@kernel
+def _end(seg, status):
+    """Release the tree guard. Returns the status and whether to wake somebody."""
+    status = _checked(seg, status)
+    return status, np.int64(guard.release(seg, TREE))
 
 
 @entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _ids, _keys, _rows))
 def lookup(handle, tag, now, namespace, tokens, block_keys, out):
     """(status, wake, depth, lease, birth, partial block, partial tokens, epoch); see tree.lookup."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
+    if not _begin(seg, tag, now):
         return BUSY, 0, 0, 0, 0, 0, 0, 0
     status, depth, lease, born, block, agree, epoch = tree.lookup(seg, now, namespace, tokens, block_keys, out)
     status, wake = _end(seg, status)
@@ -66,10 +81,10 @@ def insert(
     if lease != 0:
         if not leases.is_held(seg, lease, born):
             return NOT_HELD, 0, 0, 0, 0
-        depth, differs = tree.climb(seg, lease, namespace, tokens, block_keys, table, disk_table, out)
+        depth, differs = tree.climb(seg, lease, tokens, block_keys, table, disk_table, out)
         if depth < 0:
-            return MISMATCH, 0, 0, 0, 0
-    if not guard.acquire(seg, TREE, tag, now):
+            return _checked(seg, MISMATCH), 0, 0, 0, 0
+    if not _begin(seg, tag, now):
         return BUSY, 0, 0, 0, 0
     status = OK
     if matched > 0:
@@ -80,7 +95,7 @@ def insert(
         if lease == 0:
             status = NOT_HELD
         else:
-            depth, differs = tree.climb(seg, lease, namespace, tokens, block_keys, table, disk_table, out)
+            depth, differs = tree.climb(seg, lease, tokens, block_keys, table, disk_table, out)
     if status == OK:
         status = tree.may_insert(seg, lease, born, epoch)
     if status == OK:
@@ -96,7 +111,7 @@ def insert(
 def release(handle, tag, now, lease, born):
     """(status, wake): drop the lease if it is this worker's and was born then."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
+    if not _begin(seg, tag, now):
         return BUSY, 0
     status = OK
     if leases.is_held(seg, lease, born):
@@ -110,7 +125,7 @@ def release(handle, tag, now, lease, born):
 def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, deepest):
     """(status, wake): drop this worker's deepest lease on the path, its depth in blocks within the bounds."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
+    if not _begin(seg, tag, now):
         return BUSY, 0
     lease, status = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, False), OK
     if lease != 0:
@@ -124,7 +139,7 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
 def evict(handle, tag, now, limit, latest, out, counts):
     """(status, wake), and in counts[0] the blocks taken out, where no exception can lose it; see tree.evict."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
+    if not _begin(seg, tag, now):
         return BUSY, 0
     tree.evict(seg, limit, latest, out, counts)
     return _end(seg, OK)
@@ -134,7 +149,7 @@ def evict(handle, tag, now, limit, latest, out, counts):
 def hide_all(handle, tag, now):
     """(status, wake, clock); see tree.hide_all."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
+    if not _begin(seg, tag, now):
         return BUSY, 0, 0
     clock = tree.hide_all(seg)
     status, wake = _end(seg, OK)
@@ -143,16 +158,17 @@ def hide_all(handle, tag, now):
 
 @entry(UniTuple(int64, 6)(int64, int64, int64, _bytes))
 def totals(handle, tag, now, seen):
-    """(status, wake, live blocks, leased blocks, leases, namespaces)."""
+    """(status, wake, live blocks, leased blocks, leases, namespaces); see tree.leased_blocks for `seen`."""
     seg = open_views(handle)
     if not guard.acquire(seg, TREE, tag, now):
         return BUSY, 0, 0, 0, 0, 0
     state = seg.state
-    blocks, live_leases = np.int64(state["live_blocks"][0]), np.int64(state["live_leases"][0])
-    namespaces = np.int64(state["live_namespaces"][0])
-    leased = tree.leased_blocks(seg, seen)
-    status, wake = _end(seg, OK)
-    return status, wake, blocks, leased, live_leases, namespaces
+    blocks = bounded(seg, state["live_blocks"][0], seg.node_count - seg.first_block_node)
+    live_leases = bounded(seg, state["live_leases"][0], seg.lease_count - 1)
+    namespaces = bounded(seg, state["live_namespaces"][0], seg.first_block_node - 1)
+    wake = np.int64(guard.release(seg, TREE))
+    leased = min(tree.leased_blocks(seg, seen), blocks)
+    return _checked(seg, OK), wake, blocks, leased, live_leases, namespaces
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, _bytes))
@@ -165,16 +181,16 @@ def copy(handle, tag, now, out):
     return _end(seg, OK)
 
 
-@entry(UniTuple(int64, 3)(int64, int64, int64, int64))
-def bury(handle, tag, now, slot):
-    """(status, wake, leases dropped): free everything that whoever had the slot holds, and the slot's pid."""
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def bury(handle, tag, now, slot, generation):
+    """(status, wake): free all that the slot's holders up to this generation hold, and its pid if none came after."""
     seg = open_views(handle)
-    if not guard.acquire(seg, TREE, tag, now):
-        return BUSY, 0, 0
-    dropped = leases.drop_all_of(seg, slot)
-    seg.workers["pid"][slot] = 0
-    status, wake = _end(seg, OK)
-    return status, wake, dropped
+    if not _begin(seg, tag, now):
+        return BUSY, 0
+    leases.drop_all_of(seg, slot, generation)
+    if seg.workers["generation"][slot] == generation:
+        seg.workers["pid"][slot] = 0
+    return _end(seg, OK)
 
 
 @entry(int64(int64, int64))
@@ -195,5 +211,6 @@ def take_over(handle, tag, now, which, dead):
     done = 1
     if which == TREE and guard.is_dirty(seg, which):
         recovery.rebuild(seg)
+        seg.private[FAULT] = 0  # what it met on the way is put right
         done = 2
     return done, np.int64(guard.release(seg, which))

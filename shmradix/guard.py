@@ -5,20 +5,21 @@ semaphore. It is taken by one compare-and-swap from 0 and given back by one exch
 the lock is held and its holder unknown. `parking.py` is the other half: how a loser sleeps, and what it does about
 an owner that died.
 
-The dirty word beside it is set before a section's first store and cleared after its last.
+The dirty word beside it is set before a changing section's first store and cleared after its last.
 """
 
 import numpy as np
 
 from shmradix.atomics import compare_and_swap, exchange, load_acquire, store_release
 from shmradix.compile import kernel
+from shmradix.layout import GUARD, word_of, words_of
 
 TREE, SNAPSHOTS = 0, 1
 PARKED = 1 << 62
 SPINS = 300  # a section takes microseconds: look a few times more before going to sleep
 
-WORDS = 16  # int64 words of a guard record
-_DIRTY, _ACQUIRED, _RECOVERIES = 8, 9, 10  # words within it
+WORDS = words_of(GUARD)
+_DIRTY, _ACQUIRED, _RECOVERIES = (word_of(GUARD, field) for field in ("dirty", "acquired_ns", "recoveries"))
 
 
 @kernel
@@ -28,9 +29,14 @@ def acquire(seg, guard, tag, now):
     for _ in range(SPINS):
         if load_acquire(words, owner) == 0 and compare_and_swap(words, owner, 0, tag) == 0:
             words[owner + _ACQUIRED] = now
-            store_release(words, owner + _DIRTY, 1)
             return True
     return False
+
+
+@kernel
+def begin(seg, guard):
+    """Say that this section, which holds the guard, is about to change something."""
+    store_release(seg.guard_words, guard * WORDS + _DIRTY, 1)
 
 
 @kernel

@@ -5,10 +5,10 @@ import numpy as np
 from shmradix.atomics import store_release
 from shmradix.compile import inlined, kernel
 from shmradix.hashing import root_hash
-from shmradix.layout import NO_BLOCK, NO_DISK
-from shmradix.views import FAULT, node_at
+from shmradix.layout import NO_BLOCK, NO_DISK, NODE, words_of
+from shmradix.views import FAULT, bounded, node_at
 
-WORDS = 8  # int64 words of a node record; its first is `born`
+WORDS = words_of(NODE)  # of a node record; its first is `born`
 
 
 @inlined
@@ -34,6 +34,29 @@ def find_child(seg, parent, hash_, tokens, start, block_key):
         node = node_at(seg, nodes["hash_next"][node])
     seg.private[FAULT] = 1  # longer than there are nodes: a cycle
     return np.uint32(0)
+
+
+@inlined
+def key_of(block_keys, i):
+    """The key of block `i`: 0 where none is given."""
+    if i < len(block_keys):
+        return block_keys[i]
+    return np.uint64(0)
+
+
+@kernel
+def root_above(seg, node, depth, tokens, block_keys):
+    """Climb from `node`, `depth` blocks deep, comparing with `tokens`. Returns the root, 0 where they differ."""
+    while depth > 0:
+        depth -= 1
+        if node < seg.first_block_node or seg.nodes["block_key"][node] != key_of(block_keys, depth):
+            return np.uint32(0)
+        if not same_tokens(seg, node, tokens, depth * seg.block_size):
+            return np.uint32(0)
+        node = node_at(seg, seg.nodes["parent"][node])
+    if node >= seg.first_block_node:
+        return np.uint32(0)
+    return node
 
 
 @kernel
@@ -135,7 +158,8 @@ def _remove_child(seg, parent, node):
 @kernel
 def free_blocks(seg):
     """How many more nodes fit."""
-    return seg.node_count - seg.first_block_node - np.int64(seg.state["live_blocks"][0])
+    capacity = seg.node_count - seg.first_block_node
+    return capacity - bounded(seg, seg.state["live_blocks"][0], capacity)
 
 
 @kernel
@@ -148,7 +172,7 @@ def add_node(seg, parent, hash_, tokens, start, block_key, block, disk_block, cl
     else:
         node = node_at(seg, state["nodes_used"][0])
         state["nodes_used"][0] += 1
-    if node < seg.first_block_node:
+    if node < seg.first_block_node or nodes["born"][node] != 0:
         seg.private[FAULT] = 1
         return np.uint32(0)
     for i in range(seg.block_size):
@@ -201,7 +225,8 @@ def remove_node(seg, node):
 @kernel
 def has_free_namespace(seg):
     """Whether one more namespace fits."""
-    return np.int64(seg.state["live_namespaces"][0]) < seg.first_block_node - 1
+    capacity = seg.first_block_node - 1
+    return bounded(seg, seg.state["live_namespaces"][0], capacity) < capacity
 
 
 @kernel
@@ -214,7 +239,7 @@ def add_root(seg, namespace, clock):
     else:
         root = node_at(seg, state["namespaces_used"][0])
         state["namespaces_used"][0] += 1
-    if root == 0 or root >= seg.first_block_node:
+    if root == 0 or root >= seg.first_block_node or nodes["born"][root] != 0:
         seg.private[FAULT] = 1
         return np.uint32(0)
     seg.namespaces["adapter_id"][root] = namespace[0]

@@ -24,8 +24,8 @@ def _integers(name: str, values: Any, dtype: np.dtype[Any], what: str) -> np.nda
     if type(values) is np.ndarray and values.dtype is dtype and values.ndim == 1 and values.flags.c_contiguous:
         return values
     limit = int(np.iinfo(dtype).max)
-    if isinstance(values, (str, bytes, bytearray)):
-        raise TypeError(f"{name}={values!r:.80}: expected {what}, not text or bytes")
+    if isinstance(values, (str, bytes, bytearray, np.ma.MaskedArray)):
+        raise TypeError(f"{name}={values!r:.80}: expected {what}, not {type(values).__name__}")
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:

@@ -163,6 +163,17 @@ LIMITS = {
 }
 
 
+def words_of(dtype: np.dtype[Any]) -> int:
+    """Int64 words of a record: the atomics see an array of records as an array of words."""
+    return dtype.itemsize // 8
+
+
+def word_of(dtype: np.dtype[Any], field: str) -> int:
+    """Which of them a field is."""
+    assert dtype.fields is not None
+    return int(dtype.fields[field][1]) // 8
+
+
 class Section(NamedTuple):
     """One array of the segment: `shape` records of `dtype` at byte `offset`."""
 

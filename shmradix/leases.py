@@ -3,18 +3,20 @@
 import numpy as np
 
 from shmradix.atomics import store_release
-from shmradix.compile import inlined, kernel
+from shmradix.compile import kernel
 from shmradix.heap import offer
-from shmradix.index import is_namespace, same_tokens
-from shmradix.views import FAULT, SLOT, lease_at, node_at
+from shmradix.index import is_namespace, key_of, root_above
+from shmradix.layout import LEASE, words_of
+from shmradix.views import FAULT, SLOT, bounded, lease_at, node_at
 
-WORDS = 8  # int64 words of a lease record; its first is `born`
+WORDS = words_of(LEASE)  # of a lease record; its first is `born`
 
 
 @kernel
 def has_free_lease(seg):
     """Whether one more lease fits."""
-    return np.int64(seg.state["live_leases"][0]) < seg.lease_count - 1
+    capacity = seg.lease_count - 1
+    return bounded(seg, seg.state["live_leases"][0], capacity) < capacity
 
 
 @kernel
@@ -37,9 +39,9 @@ def take_lease(seg, node, anchor, depth, partial_tokens, now):
     else:
         lease = lease_at(seg, state["leases_used"][0])
         state["leases_used"][0] += 1
-    if lease == 0:
+    if lease == 0 or leases["born"][lease] != 0:
         seg.private[FAULT] = 1
-        return lease
+        return np.uint32(0)
     slot = seg.private[SLOT]
     leases["taken_ns"][lease] = now
     leases["epoch"][lease] = state["epoch"][0]
@@ -107,37 +109,13 @@ def drop_lease(seg, lease):
 
 
 @kernel
-def drop_all_of(seg, slot):
-    """Free every lease of whoever had the slot. Returns how many."""
-    dropped = 0
+def drop_all_of(seg, slot, generation):
+    """Free every lease of the slot's holders up to this generation."""
+    leases = seg.leases
     for lease in range(1, used_leases(seg)):
-        if seg.leases["born"][lease] != 0 and np.int64(seg.leases["worker"][lease]) == slot + 1:
+        is_theirs = np.int64(leases["worker"][lease]) == slot + 1 and leases["generation"][lease] <= generation
+        if is_theirs and leases["born"][lease] != 0:
             drop_lease(seg, lease)
-            dropped += 1
-    return dropped
-
-
-@inlined
-def key_of(block_keys, i):
-    """The key of block `i`: 0 where none is given."""
-    if i < len(block_keys):
-        return block_keys[i]
-    return np.uint64(0)
-
-
-@kernel
-def root_of(seg, node, depth, tokens, block_keys):
-    """Climb from `node`, `depth` blocks deep, comparing with `tokens`. Returns the root, 0 where they differ."""
-    while depth > 0:
-        depth -= 1
-        if node < seg.first_block_node or seg.nodes["block_key"][node] != key_of(block_keys, depth):
-            return np.uint32(0)
-        if not same_tokens(seg, node, tokens, depth * seg.block_size):
-            return np.uint32(0)
-        node = node_at(seg, seg.nodes["parent"][node])
-    if node >= seg.first_block_node:
-        return np.uint32(0)
-    return node
 
 
 @kernel
@@ -178,7 +156,7 @@ def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, oldest):
             continue
         if found != 0 and not _is_better(seg, lease, found, oldest):
             continue
-        root = root_of(seg, node_at(seg, leases["anchor"][lease]), depth, tokens, block_keys)
+        root = root_above(seg, node_at(seg, leases["anchor"][lease]), depth, tokens, block_keys)
         if root == 0 or not is_namespace(seg, root, namespace):
             continue
         if _agrees_with_partial(seg, lease, depth, tokens, block_keys):

@@ -1,12 +1,15 @@
 """What the cache's methods return."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shmradix.layout import NO_DISK
+
+if TYPE_CHECKING:
+    from shmradix.cache import RadixCache
 
 
 class PrefixMatch:
@@ -16,14 +19,13 @@ class PrefixMatch:
     """
 
     __slots__ = (
-        "_born", "_depth", "_epoch", "_lease", "_namespace", "_owner", "_release", "_rows", "matched_tokens",
-        "partial_block", "partial_tokens", "released",
+        "_born", "_depth", "_epoch", "_lease", "_namespace", "_owner", "_rows", "matched_tokens", "partial_block",
+        "partial_tokens", "released",
     )  # fmt: skip
 
     def __init__(
         self,
-        owner: object,
-        release: Callable[["PrefixMatch"], None],
+        owner: "RadixCache",
         namespace: np.ndarray,
         rows: np.ndarray,
         depth: int,
@@ -34,7 +36,7 @@ class PrefixMatch:
         partial_tokens: int,
         epoch: int,
     ) -> None:
-        self._owner, self._release, self._namespace, self._rows, self._depth = owner, release, namespace, rows, depth
+        self._owner, self._namespace, self._rows, self._depth = owner, namespace, rows, depth
         self._lease, self._born, self._epoch = lease, born, epoch
         self.matched_tokens = depth * block_size
         """Leading tokens of the prompt that are cached, a multiple of the block size."""
@@ -57,8 +59,7 @@ class PrefixMatch:
     def release(self) -> None:
         """Drop the lease; the second time does nothing. Raises LeaseError where it is not this worker's any more."""
         if not self.released:
-            self._release(self)
-            self.released = True
+            self._owner._release_match(self)
 
     def __bool__(self) -> bool:
         return self.matched_tokens > 0
@@ -90,6 +91,8 @@ class InsertAcquired:
     """Blocks that the cache did not take: it has the same tokens in another block."""
     duplicate_disk_block_ids: np.ndarray
     """Disk blocks that it did not take, likewise."""
+    stale: bool = False
+    """Nothing was stored: the match is older than the last `clear()`. Its blocks stay the cache's until evicted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from shmradix import layout, locks
 from shmradix.errors import (
     AccessDenied,
     LayoutMismatch,
+    LockTimeout,
     NoSharedMemory,
     SegmentExists,
     SegmentForeign,
@@ -38,6 +39,9 @@ SHM = Path("/dev/shm")
 PREFIX = "shmradix."
 MAX_NAME = 200  # so that the semaphores' names stay below glibc's 251 characters
 
+CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container with control groups of version 2
+
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 _RESERVE_STEP = 64 << 20  # one huge posix_fallocate on tmpfs can fail where many small ones succeed
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -73,10 +77,10 @@ class Segment:
     def __init__(self, name: str, fd: int, geometry: Geometry) -> None:
         self.name = name
         self.geometry = geometry
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # not `fd`, on which a creator has a lock
         self.inode = _inode(os.fstat(fd))
         self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        self._map = mmap.mmap(self._fd, geometry.size)  # not `fd`: a creator holds a lock on its open
+        self._map = mmap.mmap(self._fd, geometry.size)
         self.views = geometry.views(self._map)
         self.incarnation = int(self.views.header["incarnation"][0])
 
@@ -86,7 +90,10 @@ class Segment:
 
     def open_for_locks(self) -> int:
         """A new open of this very segment, whatever became of its name."""
-        return locks.open_for_locks(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+        try:
+            return locks.open_for_locks(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+        except PermissionError:
+            raise AccessDenied(f"segment {self.name!r} can't be opened again by user {os.geteuid()}") from None
 
     def has_its_name(self) -> bool:
         """Whether the segment still is what its name stands for."""
@@ -171,7 +178,8 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
     if not stat.S_ISREG(status.st_mode):
         raise SegmentForeign(f"{path} is not a regular file: remove it, or use another name")
     _check_owner(name, path, status)
-    if status.st_nlink > 1 and not _is_still(_temporary_path_of(name), fd):  # else its creator is just about to be done
+    if status.st_nlink > 1 and not _is_still(_temporary_path_of(name), fd) and os.fstat(fd).st_nlink > 1:
+        # Not the temporary name of a creator that is just about to be done.
         raise SegmentForeign(f"{path} has {status.st_nlink} hard links: remove the others, or use another name")
     image = os.pread(fd, layout.HEADER.itemsize, 0)
     if len(image) < layout.HEADER.itemsize:
@@ -190,7 +198,7 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
                 f"segment {name!r} has {field} {int(header[field]):#x}, this shmradix has {value:#x}: "
                 "use one shmradix version for all workers, or unlink the segment"
             )
-    if not np.array_equal(header["boot_id"], boot_id()):
+    if header["boot_id"].tobytes() != boot_id().tobytes():
         raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
     try:
         geometry = Geometry(**{field: int(header[field]) for field in layout.LIMITS})
@@ -212,20 +220,28 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
 # --- create ---------------------------------------------------------------------------------------------------
 
 
-def create(name: str, geometry: Geometry, mode: int) -> Segment:
-    """Make a segment and map it. Raises SegmentExists, SharedMemoryFull, AccessDenied."""
+def create(name: str, geometry: Geometry, mode: int, timeout: float | None) -> Segment:
+    """Make a segment and map it.
+
+    Raises SegmentExists, SharedMemoryFull, NoSharedMemory, AccessDenied, and LockTimeout where another process has
+    been creating it for `timeout` seconds.
+    """
     path, temporary = path_of(name), _temporary_path_of(name)
-    with _creator(name, path, temporary, mode) as fd:
+    with _creator(name, path, temporary, mode, timeout) as fd:
         try:
             _reserve(name, fd, geometry)
             segment = _format(name, fd, geometry, mode)
             try:
                 os.link(temporary, path)
-            except FileExistsError:
+            except BaseException:
                 segment.close()
-                raise _exists(name) from None
-        except BaseException:
+                raise
+        except BaseException as error:
             _remove_semaphores(name, fd)
+            if isinstance(error, FileExistsError):
+                raise _exists(name) from None
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise _full(name, geometry) from None
             raise
     return segment
 
@@ -235,8 +251,9 @@ def _exists(name: str) -> SegmentExists:
 
 
 @contextlib.contextmanager
-def _creator(name: str, path: Path, temporary: Path, mode: int) -> Iterator[int]:
+def _creator(name: str, path: Path, temporary: Path, mode: int, timeout: float | None) -> Iterator[int]:
     """Hold the one temporary file of `name`; waits while another live process holds it, sweeps a dead one's."""
+    started = time.monotonic()
     while True:
         sweep(name)
         if os.path.lexists(path):
@@ -244,6 +261,9 @@ def _creator(name: str, path: Path, temporary: Path, mode: int) -> Iterator[int]
         try:
             fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         except FileExistsError:
+            _check_temporary(temporary)
+            if timeout is not None and time.monotonic() - started > timeout:
+                raise LockTimeout(f"another process has been creating segment {name!r} for {timeout} s") from None
             time.sleep(0.005)
             continue
         except PermissionError:
@@ -264,6 +284,16 @@ def _creator(name: str, path: Path, temporary: Path, mode: int) -> Iterator[int]
         locks.close(fd)
 
 
+def _check_temporary(temporary: Path) -> None:
+    """Refuse to wait for what no creator of ours made."""
+    with contextlib.suppress(FileNotFoundError):
+        status = temporary.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise SegmentForeign(f"{temporary} is in the way and no regular file: remove it, or use another name")
+        if status.st_uid != os.geteuid():
+            raise AccessDenied(f"{temporary} {_ownership(temporary)} and is in the way: use another name")
+
+
 def _is_still(path: Path, fd: int) -> bool:
     try:
         return _inode(os.lstat(path)) == _inode(os.fstat(fd))
@@ -275,14 +305,16 @@ def sweep(name: str) -> None:
     """Remove what a creator of `name` that died half-way left behind; a live creator's is left alone."""
     temporary = _temporary_path_of(name)
     try:
-        fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_NOFOLLOW)
+        fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return  # nothing there, or another user's, whose creator sweeps it
     try:
-        if locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
+        is_ours = stat.S_ISREG(os.fstat(fd).st_mode)
+        if is_ours and locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
             if os.fstat(fd).st_nlink == 1:  # else it died just after it gave the segment its name
                 _remove_semaphores(name, fd)
-            os.unlink(temporary)
+            with contextlib.suppress(PermissionError):  # another user's, in a sticky directory
+                os.unlink(temporary)
     finally:
         locks.close(fd)
 
@@ -294,25 +326,29 @@ def _reserve(name: str, fd: int, geometry: Geometry) -> None:
     try:
         for start in range(0, geometry.size, _RESERVE_STEP):
             os.posix_fallocate(fd, start, min(_RESERVE_STEP, geometry.size - start))
-    except OSError as error:
+    except OSError:
         os.ftruncate(fd, 0)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise _full(name, geometry) from None
         raise
 
 
 def _room() -> int:
-    """Bytes that can still be reserved: what the file system allows, and no more than the machine has to give."""
+    """Bytes that can still be reserved: what the file system, the machine and the control group allow."""
+    room = psutil.virtual_memory().available
     status = os.statvfs(SHM)
-    return min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available)
+    if status.f_blocks:  # 0: a tmpfs without a limit of its own
+        room = min(room, status.f_bavail * status.f_frsize)
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        limit, used = (int((CGROUP / f"memory.{what}").read_text()) for what in ("max", "current"))
+        room = min(room, limit - used)
+    return max(room - 2 * mmap.PAGESIZE, 0)  # the semaphores take a page each
 
 
 def _full(name: str, geometry: Geometry) -> SharedMemoryFull:
-    tokens = 4 * geometry.block_size
+    tokens = layout.TOKEN.itemsize * geometry.block_size
     return SharedMemoryFull(
         errno.ENOSPC,
         f"segment {name!r} needs {geometry.size:,} bytes, {SHM} and memory have {_room():,}: "
-        f"lower max_blocks={geometry.max_blocks:,} (each takes {tokens + 92} bytes, {tokens} of them its tokens), "
+        f"lower max_blocks={geometry.max_blocks:,} (each takes {tokens + 84} bytes, {tokens} of them its tokens), "
         f"max_leases or max_snapshots, or enlarge {SHM} (in a container: --shm-size)",
     )
 
@@ -334,12 +370,16 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
         header[field] = getattr(geometry, field)
     os.pwrite(fd, image.tobytes(), 0)
     segment = Segment(name, fd, geometry)
-    segment.views.state["clock"] = 1
-    segment.views.state["nodes_used"] = 1 + geometry.max_namespaces
-    segment.views.state["namespaces_used"] = 1
-    segment.views.state["leases_used"] = 1
-    for semaphore in segment.semaphore_names():
-        make_semaphore(semaphore, mode)
+    try:
+        segment.views.state["clock"] = 1
+        segment.views.state["nodes_used"] = 1 + geometry.max_namespaces
+        segment.views.state["namespaces_used"] = 1
+        segment.views.state["leases_used"] = 1
+        for semaphore in segment.semaphore_names():
+            make_semaphore(semaphore, mode)
+    except BaseException:
+        segment.close()
+        raise
     segment.views.header["magic"] = layout.MAGIC  # last: from here on the segment is one
     return segment
 
@@ -359,7 +399,7 @@ def _remove_semaphores(name: str, fd: int) -> None:
     if len(image) == layout.HEADER.itemsize:
         incarnation = int(np.frombuffer(image, layout.HEADER)["incarnation"][0])
         for guard in layout.GUARDS:
-            with contextlib.suppress(posix_ipc.ExistentialError):
+            with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
                 posix_ipc.unlink_semaphore(semaphore_name(name, incarnation, guard))
 
 
@@ -389,8 +429,14 @@ def unlink(name: str, inode: tuple[int, int] | None = None) -> bool:
             time.sleep(0.001)
         if not _is_still(path, fd):
             return False
-        os.unlink(path)
-        _remove_semaphores(name, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SegmentForeign(f"{path} is not a regular file: remove it yourself")
+        _remove_semaphores(name, fd)  # first: if we die here, the name still leads to the rest
+        try:
+            os.unlink(path)
+        except PermissionError:
+            raise AccessDenied(f"segment {name!r} {_ownership(path)}: only that user can unlink it") from None
+        _remove_semaphores(name, fd)  # again: an attach may have made them anew meanwhile
         return True
     finally:
         locks.close(fd)

@@ -16,6 +16,8 @@ from shmradix.compile import inlined, kernel
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import Geometry
 
+NODE_WORDS, LEASE_WORDS = layout.words_of(layout.NODE), layout.words_of(layout.LEASE)
+GUARD_WORDS = len(layout.GUARDS) * layout.words_of(layout.GUARD)
 _HASH_KEYS_AT = 18  # where the keys of the block hash start in a handle
 
 
@@ -85,9 +87,9 @@ def open_views(handle):
         carray(as_pointer(h[8]), (node_count, block_size), np.uint32),
         carray(as_pointer(h[9]), (node_count - namespaces,), layout.HEAP),
         carray(as_pointer(h[10]), (buckets,), np.uint32),
-        carray(as_pointer(h[2]), (2 * 16,), np.int64),
-        carray(as_pointer(h[7]), (node_count * 8,), np.int64),
-        carray(as_pointer(h[6]), ((leases + 1) * 8,), np.int64),
+        carray(as_pointer(h[2]), (GUARD_WORDS,), np.int64),
+        carray(as_pointer(h[7]), (node_count * NODE_WORDS,), np.int64),
+        carray(as_pointer(h[6]), ((leases + 1) * LEASE_WORDS,), np.int64),
         carray(as_pointer(handle + 8 * _HASH_KEYS_AT), (block_size,), np.uint64),
         carray(as_pointer(handle), (2,), np.int64),
         block_size,
@@ -108,6 +110,15 @@ def node_at(seg, index):
         return np.uint32(index)
     seg.private[FAULT] = 1
     return np.uint32(0)
+
+
+@kernel
+def bounded(seg, count, limit):
+    """A count read from the segment as int64, if it is no more than `limit`, else 0 and the fault is noted."""
+    if count <= limit:
+        return np.int64(count)
+    seg.private[FAULT] = 1
+    return np.int64(0)
 
 
 @inlined

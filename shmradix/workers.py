@@ -20,7 +20,7 @@ import psutil
 from shmradix import compile, locks
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
 from shmradix.guard import PARKED, TREE
-from shmradix.parking import MAX_GENERATION, Parking, owner_of, tag_of
+from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
 from shmradix.segment import Segment, make_semaphore
 from shmradix.status import BUSY, CORRUPT
 from shmradix.tree import LOCK_WAITS, REBUILD_NS, REBUILDS
@@ -45,10 +45,12 @@ class Worker:
         self.slot = -1  # none: before the first claim, and in a forked child
         self.tag = 0
         self.closed = False
+        self.unreturned: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, count) of evictions that were cut short
         _workers.add(self)
         try:
             self.locked(lambda: None)
         except BaseException:
+            self.forget()
             self._parking.close()
             raise
 
@@ -97,7 +99,7 @@ class Worker:
                 self._take_over(word)
             elif word:
                 self._check_deadline(word, started)
-            if self.closed and self._calls:
+            if self.closed and kernel is not self.entries.bury:
                 raise self._closed_error()
             answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
             if answer[0] != BUSY:
@@ -140,25 +142,24 @@ class Worker:
             record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
             self.slot, self.tag = slot, tag_of(slot, generation)
-            self._run(self.entries.bury, slot)
+            self._run(self.entries.bury, slot, generation - 1)
+            record["claimed_ns"] = time.time_ns()
+            record["start_time"] = _start_time(os.getpid())
+            record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
+            record["pid"] = os.getpid()
         except BaseException:
             self.forget()
             raise
-        record["claimed_ns"] = time.time_ns()
-        record["start_time"] = _start_time()
-        record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
-        record["pid"] = os.getpid()
 
     def _lock_a_slot(self, fd: int) -> int:
-        for _ in range(3):
-            for slot in range(self.segment.geometry.max_workers):
-                if locks.try_lock(fd, locks.FIRST_WORKER_BYTE + slot):
-                    return slot
-            time.sleep(0.01)  # a slot is also locked for a moment while it is reaped
-        holders = ", ".join(self.describe(slot) for slot in range(min(self.segment.geometry.max_workers, 16)))
+        slots = self.segment.geometry.max_workers
+        for slot in range(slots):
+            if locks.try_lock(fd, locks.FIRST_WORKER_BYTE + slot):
+                return slot
+        holders = ", ".join(self.describe(slot) for slot in range(min(slots, 16)))
         raise WorkersFull(
-            f"cache {self.segment.name!r}: all max_workers={self.segment.geometry.max_workers} slots are taken "
-            f"by {holders}: close one, or create the cache with more"
+            f"cache {self.segment.name!r}: all max_workers={slots} slots are taken by {holders}: "
+            "close one, or create the cache with more"
         )
 
     def reap(self) -> int:
@@ -166,16 +167,13 @@ class Worker:
         return self.locked(self._reap)
 
     def _reap(self) -> int:
-        reaped = 0
-        for slot in np.flatnonzero(self.segment.views.workers["pid"]).tolist():
-            byte = locks.FIRST_WORKER_BYTE + slot
-            if slot != self.slot and locks.try_lock(self._fd, byte):
-                try:
-                    if self.segment.views.workers["pid"][slot]:
-                        self._run(self.entries.bury, slot)
-                        reaped += 1
-                finally:
-                    locks.unlock(self._fd, byte)
+        # Nothing is locked meanwhile: a generation that is dead stays so, whoever claims its slot.
+        workers, reaped = self.segment.views.workers, 0
+        for slot in np.flatnonzero(workers["pid"]).tolist():
+            generation = int(workers["generation"][slot])
+            if slot != self.slot and self._is_dead(slot, generation):
+                self._run(self.entries.bury, slot, generation)
+                reaped += 1
         return reaped
 
     def _is_dead(self, slot: int, generation: int) -> bool:
@@ -199,11 +197,16 @@ class Worker:
 
     def describe(self, slot: int) -> str:
         """Who has a slot, for people."""
-        pid = int(self.segment.views.workers["pid"][slot]) if 0 <= slot < self.segment.geometry.max_workers else 0
-        try:
-            return f"pid {pid} ({psutil.Process(pid).name()}, slot {slot})"
-        except psutil.Error:
-            return f"pid {pid} (of another pid namespace, or exiting; slot {slot})"
+        if not 0 <= slot < self.segment.geometry.max_workers:
+            return "nobody that ever was here"
+        record = self.segment.views.workers[slot]
+        pid = int(record["pid"])
+        if record["pid_namespace"] != os.stat("/proc/self/ns/pid").st_ino:
+            return f"pid {pid} of another pid namespace (slot {slot})"
+        with contextlib.suppress(psutil.Error, OSError):
+            if _start_time(pid) == record["start_time"]:
+                return f"pid {pid} ({psutil.Process(pid).name()}, slot {slot})"
+        return f"pid {pid} (exiting or gone, slot {slot})"
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -218,19 +221,19 @@ class Worker:
         try:
             if patience >= 0:
                 self._lock_timeout = patience
-            if not self.closed and self._calls == 0:
+            was_closed, self.closed = self.closed, True
+            if not was_closed and self._calls == 0:  # else a signal handler closes what it interrupts, which ends it
                 self._end()
-            self.closed = True  # where a signal handler closes what it interrupted, that call ends it on its way out
         finally:
             self._queue.release()
 
     def _end(self) -> None:
+        self._calls += 1  # for a signal handler that comes in between
         try:
             if self.slot >= 0:
                 with contextlib.suppress(LockTimeout):
-                    self._run(self.entries.bury, self.slot)
+                    self._run(self.entries.bury, self.slot, self.tag >> SLOT_BITS)
         finally:
-            self.closed = True
             self.forget()
             self._parking.close()
             self.segment.close()
@@ -245,6 +248,7 @@ class Worker:
         """In a forked child: the slot stays the parent's, its lock is closed, and no thread of the parent is here."""
         self._queue, self._calls = threading.RLock(), 0
         self._fd, self.slot, self.tag = -1, -1, 0
+        self.unreturned = []
 
 
 def _parking(segment: Segment) -> Parking:
@@ -259,9 +263,9 @@ def _parking(segment: Segment) -> Parking:
             segment.remove_semaphores()
 
 
-def _start_time() -> int:
-    """When this process started, in clock ticks after boot: proc(5), /proc/<pid>/stat, field 22."""
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+def _start_time(pid: int) -> int:
+    """When the process started, in clock ticks after boot: proc(5), /proc/<pid>/stat, field 22."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _after_fork_in_child() -> None:
