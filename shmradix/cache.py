@@ -13,6 +13,7 @@ import numpy as np
 from shmradix import segment as segments
 from shmradix import verify
 from shmradix.errors import (
+    CacheClosed,
     LayoutMismatch,
     LeaseError,
     LeasesFull,
@@ -389,10 +390,10 @@ class RadixCache:
 
     def _release_match(self, match: PrefixMatch) -> None:
         """Drop the match's lease, once."""
-        if self._worker.closed:  # closing gave it back
-            match.released = True
-        else:
+        try:
             self._worker.locked(self._release_lease, match)
+        except CacheClosed:  # which gave it back
+            match.released = True
 
     def _release_lease(self, match: PrefixMatch) -> None:
         if match.released:

@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
@@ -45,30 +46,29 @@ examples:
 _DEMO = """\
 Show what sharing is worth: replay 800 real chat requests that come with the package (the start of the
 conversation trace of Mooncake, FAST '25), first with one cache that all workers share, then with a private
-cache for every worker, of the same size together.
+cache for every worker, with the same memory in all.
 """
 _DEMO_EXAMPLES = """\
 examples:
   shmradix demo
   shmradix demo --workers 2 --blocks 12000
 """
-_DEMO_TEXT = """\
-{workers} worker processes serve 800 real chat requests (the start of the Mooncake FAST '25
-conversation trace). Where a prompt starts like an earlier one, that part need not
-be computed again if the cache still has it: a hit.
-
-First the workers share one cache of {blocks:,} blocks of {block_size} tokens, so each finds what
-any of them has computed. Then each has a cache of its own of {private:,} blocks, as
-large together, and finds only what it has computed itself.
-"""
+_DEMO_TEXT = (
+    "{serve} 800 real chat requests (the start of the Mooncake FAST '25 conversation trace). Where a prompt starts "
+    "like an earlier one, that part need not be computed again if the cache still has it: a hit.",
+    "First all share one cache of {blocks} of {tokens}, so each finds what any has computed. Then each has a cache of "
+    "its own of {private}, the same memory in all, and finds only what it has computed itself.",
+    "Starting takes a few seconds each time; on its first use on a machine shmradix also compiles for 10 to 30 "
+    "seconds. Only the serving of the requests, usually below a second, is measured.",
+)
+_TEXT_WIDTH = 79
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; bad arguments exit through argparse."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.blocks < args.workers:
-        parser.error(f"--blocks {args.blocks} is less than one block for each of --workers {args.workers}")
+        args.usage_error(f"--blocks {args.blocks} is less than one block for each of --workers {args.workers}")
     run: Callable[[argparse.Namespace], None] = args.run
     try:
         with _stopped_by_signals():
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReplayError as error:
         return _complain(str(error), 1)
     except SharedMemoryFull as error:
-        return _complain(str(error.strerror), 2)
+        return _complain(f"{error.strerror}\nshmradix: here, lower --blocks or --block-size", 2)
     except (TraceError, ShmradixError, OSError) as error:
         return _complain(str(error), 2)
 
@@ -136,7 +136,13 @@ def _add_sizes(parser: argparse.ArgumentParser, *, workers: int | None, blocks: 
     add("--workers", "N", (1, MAX_WORKERS), workers, f"worker processes, at most {MAX_WORKERS}")
     add("--blocks", "B", LIMITS["max_blocks"], blocks, "blocks that the shared cache may hold")
     add("--block-size", "S", LIMITS["block_size"], 512, "tokens of a block")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--json", action="store_true",
+        help="print one JSON object instead of the table: at its top level the figures of the shared cache, under "
+        "'private' the same of the private caches, to compare; ratios from 0 to 1, times in seconds, latency_us in "
+        "microseconds",
+    )  # fmt: skip
+    parser.set_defaults(usage_error=parser.error)
 
 
 def _whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -160,9 +166,22 @@ def _run_replay(args: argparse.Namespace) -> None:
 
 def _run_demo(args: argparse.Namespace) -> None:
     if not args.json:
-        print(_DEMO_TEXT.format(private=args.blocks // args.workers, **vars(args)), flush=True)
+        _introduce_demo(args)
     with resources.as_file(resources.files("shmradix") / "data" / SAMPLE) as path:
         _replay_and_report(args, str(path))
+
+
+def _introduce_demo(args: argparse.Namespace) -> None:
+    from shmradix.report import counted
+
+    words = {
+        "serve": "1 worker process serves" if args.workers == 1 else f"{args.workers} worker processes serve",
+        "blocks": counted(args.blocks, "block"),
+        "tokens": counted(args.block_size, "token"),
+        "private": counted(args.blocks // args.workers, "block"),
+    }
+    for paragraph in _DEMO_TEXT:
+        print(textwrap.fill(paragraph.format(**words), _TEXT_WIDTH), end="\n\n", flush=True)
 
 
 def _replay_and_report(args: argparse.Namespace, trace_path: str) -> None:

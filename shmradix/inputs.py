@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.ma  # now: numba would at its first array, and a child forked meanwhile could never
 
 from shmradix.layout import NO_BLOCK, TOKEN_MAX
 
@@ -24,7 +25,7 @@ def _integers(name: str, values: Any, dtype: np.dtype[Any], what: str) -> np.nda
     if type(values) is np.ndarray and values.dtype is dtype and values.ndim == 1 and values.flags.c_contiguous:
         return values
     limit = int(np.iinfo(dtype).max)
-    if isinstance(values, (str, bytes, bytearray, np.ma.MaskedArray)):
+    if isinstance(values, (str, bytes, bytearray, numpy.ma.MaskedArray)):
         raise TypeError(f"{name}={values!r:.80}: expected {what}, not {type(values).__name__}")
     try:
         array = np.asarray(values)

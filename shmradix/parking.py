@@ -68,5 +68,7 @@ class Parking:
             _libc.sem_post(self._semaphore)
 
     def close(self) -> None:
-        """Give the semaphore's mapping back."""
-        _libc.sem_close(self._semaphore)
+        """Give the semaphore's mapping back; the second time does nothing."""
+        if semaphore := self._semaphore:
+            self._semaphore = None
+            _libc.sem_close(semaphore)

@@ -1,7 +1,8 @@
 """Replays a trace with worker processes, on one shared cache and on one private cache per worker.
 
-The parent makes the segments, starts the workers, waits until all are ready, lets them go together and
-gathers what they measured. A worker attaches by name and takes the next request whenever it is free.
+The parent makes the segments, starts the workers, waits until all are attached, removes the segments' names (so
+that nothing is left behind whoever is killed from then on), lets the workers go together and gathers what they
+measured. A worker takes the next request whenever it is free.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Phase:
 
     name: str
     blocks_per_cache: int
+    begun_ns: int
+    """When the start of the workers began, on the clock of the results."""
     workers: list[WorkerResult]
 
     def total(self) -> WorkerResult:
@@ -97,6 +100,11 @@ class Phase:
             max(w.ended_ns for w in self.workers),
             {call: np.concatenate([w.call_ns[call] for w in self.workers]) for call in CALLS},
         )
+
+    @property
+    def starting_seconds(self) -> float:
+        """Time before the first request: compiled code is loaded or built, segments are made, workers start."""
+        return (min(w.started_ns for w in self.workers) - self.begun_ns) / 1e9
 
 
 class Observer(Protocol):
@@ -149,7 +157,7 @@ class _Member:
 
 
 def replay(plan: Plan, observer: Observer) -> tuple[Phase, Phase]:
-    """Replay the trace on one shared cache, then on private ones that are as large together.
+    """Replay the trace on one shared cache, then on private ones that have the same blocks in all.
 
     Raises TraceError, ReplayError, or a ShmradixError where a segment can't be made.
     """
@@ -159,22 +167,23 @@ def replay(plan: Plan, observer: Observer) -> tuple[Phase, Phase]:
 
 def replay_phase(plan: Plan, name: str, caches: int, observer: Observer) -> Phase:
     """Replay the trace on `caches` segments (1, or one per worker), made for this and removed again."""
+    begun_ns = perf_counter_ns()
     requests = len(read_trace(plan.trace_path))
     blocks = plan.blocks // caches
     observer.started(name, requests)
-    with _segments(max_workers=plan.workers + 1) as create:
+    with _segments(max_workers=plan.workers + 1) as (create, remove_all):
         scratch = create("scratch", max_blocks=_SCRATCH_BLOCKS, block_size=_SCRATCH_BLOCK_SIZE)
         names = [create(f"{name}-{i}", max_blocks=blocks, block_size=plan.block_size) for i in range(caches)]
         _warm_up(scratch, 0)
         jobs = [_Job(plan, w, requests, names[w % caches], scratch) for w in range(plan.workers)]
-        phase = Phase(name, blocks, _run(jobs, observer))
+        phase = Phase(name, blocks, begun_ns, _run(jobs, remove_all, observer))
     observer.finished(phase)
     return phase
 
 
 @contextmanager
-def _segments(max_workers: int) -> Iterator[Callable[..., str]]:
-    """Give a function that creates a segment and returns its name; all of them are removed at the end."""
+def _segments(max_workers: int) -> Iterator[tuple[Callable[..., str], Callable[[], None]]]:
+    """Give a function that creates a segment and returns its name, and one that removes all; the end does so, too."""
     prefix = f"replay-{os.getpid()}-{secrets.token_hex(4)}"
     names: list[str] = []
 
@@ -185,12 +194,15 @@ def _segments(max_workers: int) -> Iterator[Callable[..., str]]:
         ).close()
         return names[-1]
 
+    def remove_all() -> None:
+        for name in names:
+            _unlink(name)
+
     try:
-        yield create
+        yield create, remove_all
     finally:
         with _stops_put_off():
-            for name in names:
-                _unlink(name)
+            remove_all()
 
 
 def _unlink(name: str) -> None:
@@ -198,7 +210,7 @@ def _unlink(name: str) -> None:
         RadixCache.unlink(name)
 
 
-def _run(jobs: list[_Job], observer: Observer) -> list[WorkerResult]:
+def _run(jobs: list[_Job], all_attached: Callable[[], None], observer: Observer) -> list[WorkerResult]:
     """Run one worker per job over the whole trace and return their results in the same order."""
     with _stops_put_off():
         next_request = _SPAWN.Value("q", 0)
@@ -210,6 +222,7 @@ def _run(jobs: list[_Job], observer: Observer) -> list[WorkerResult]:
 
     with _crew(jobs, next_request, shared_counts) as members:
         _one_message_from_each(members, lambda: None)
+        all_attached()
         for member in members:
             with suppress(OSError):  # a worker that has died by now is found below
                 member.link.send("go")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -19,10 +20,13 @@ from shmradix.replay import Counts, Phase, Plan, WorkerResult
 
 _PLAIN_LINE_SECONDS = 5.0
 _PLAIN_WIDTH = 100
+_UNLIMITED_WIDTH = 1000
+_FEW_REQUESTS = 50  # for each worker
 _COLUMNS = (
     "requests", "blocks\nhit", "tokens\nhit", "requests\nper s",
     "lookup\np50 us", "lookup\np99 us", "insert\np50 us", "insert\np99 us",
 )  # fmt: skip
+_ALL, _HALVES = slice(0, 8), (slice(0, 4), slice(4, 8))
 _TITLES = {"shared": "shared cache", "private": "private caches"}
 
 
@@ -74,7 +78,8 @@ class ProgressDisplay:
         """All requests of a phase are done."""
         total = phase.total()
         self._update(total.counts)
-        self._say(f"{total.counts.requests:,} requests in {total.seconds:.2f} s")
+        requests = counted(total.counts.requests, "request")
+        self._say(f"{requests} in {total.seconds:.2f} s, after {phase.starting_seconds:.1f} s of starting")
 
     def _update(self, counts: Counts) -> str:
         """Move the bar and return the note beside it."""
@@ -87,8 +92,13 @@ class ProgressDisplay:
             print(f"{self._title.strip()}: {text}", file=sys.stderr, flush=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 block", "2 blocks" and the like."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def print_json(plan: Plan, shared: Phase, private: Phase) -> None:
-    """Print one JSON object on stdout; ratios are 0 to 1, latencies microseconds."""
+    """Print one JSON object on stdout; ratios are 0 to 1, latencies microseconds. Notes go to stderr."""
     report = {
         "trace": plan.trace_path,
         "workers": plan.workers,
@@ -98,41 +108,69 @@ def print_json(plan: Plan, shared: Phase, private: Phase) -> None:
         "private": _phase_numbers(private),
     }
     print(json.dumps(report, indent=2))
+    for note in notes(plan, shared):
+        print(note, file=sys.stderr)
 
 
 def print_table(plan: Plan, shared: Phase, private: Phase) -> None:
     """Print both phases, worker by worker and in total, on stdout, and what the difference is."""
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-    console.print(f"Worker processes: {plan.workers}, tokens of a block: {plan.block_size}\n")
+    width = Console().width if sys.stdout.isatty() else _PLAIN_WIDTH
+    print(f"{counted(plan.workers, 'worker')}, blocks of {counted(plan.block_size, 'token')}\n")
     for phase in (shared, private):
-        console.print(_table(phase))
-        console.print()
-    print(comparison(shared, private))
+        whole = _table(phase, _ALL)
+        for table in [whole] if _width(whole) <= width else [_table(phase, half) for half in _HALVES]:
+            # Rather wider than the terminal, which wraps it, than without some of its columns.
+            Console(width=max(width, _width(table)), highlight=False).print(table, "")
+    print("\n".join([comparison(shared, private), _times(shared, private), *notes(plan, shared)]))
 
 
 def comparison(shared: Phase, private: Phase) -> str:
     """Return in a few plain words how much more the shared cache found."""
     ours, theirs = shared.total().counts, private.total().counts
-    text = (
-        f"Prompt tokens found ready: {ours.token_hit_ratio:.1%} in the shared cache, "
-        f"{theirs.token_hit_ratio:.1%} in private ones, as large together."
-    )
+    text = f"Prompt tokens found in the cache: {ours.token_hit_ratio:.1%} shared, {theirs.token_hit_ratio:.1%} private."
     if theirs.hit_tokens:
-        text += f"\nSharing found {ours.hit_tokens / theirs.hit_tokens:.2f} times as many."
+        text += f" Sharing found {ours.hit_tokens / theirs.hit_tokens:.2f} times as many."
     return text
 
 
-def _table(phase: Phase) -> Table:
+def notes(plan: Plan, shared: Phase) -> list[str]:
+    """Return what a reader must know about figures that say less than they seem to."""
+    counts, lines = shared.total().counts, []
+    if not counts.lookup_blocks:
+        tokens = counted(plan.block_size, "token")
+        lines.append(f"No prompt fills a block of {tokens}, so nothing could be stored or found: lower --block-size.")
+    if counts.requests < _FEW_REQUESTS * plan.workers:
+        requests, workers = counted(counts.requests, "request"), counted(plan.workers, "worker")
+        lines.append(f"The trace is short ({requests} for {workers}): such figures mean little.")
+    if plan.workers == 1:
+        lines.append("One worker has nobody to share with: give --workers 2 or more to see a difference.")
+    return lines
+
+
+def _times(shared: Phase, private: Phase) -> str:
+    """Return how long the run took, and how much of that was measured."""
+    serving = f"{shared.total().seconds:.2f} s shared, {private.total().seconds:.2f} s private"
+    starting = f"{shared.starting_seconds:.1f} s and {private.starting_seconds:.1f} s"
+    return f"Measured: {serving}.\nStarting the workers took {starting} before that, which is in no figure."
+
+
+def _width(table: Table) -> int:
+    """Return the width that shows all of the table."""
+    console = Console(width=_UNLIMITED_WIDTH)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def _table(phase: Phase, columns: slice) -> Table:
     each = " each" if phase.name == "private" else ""
-    title = f"{_TITLES[phase.name]}, {phase.blocks_per_cache:,} blocks{each}"
+    title = f"{_TITLES[phase.name]}, {counted(phase.blocks_per_cache, 'block')}{each}"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=0, show_edge=False)
     table.add_column("worker", no_wrap=True)
-    for heading in _COLUMNS:
+    for heading in _COLUMNS[columns]:
         table.add_column(heading, justify="right", no_wrap=True, min_width=8)
     for number, worker in enumerate(phase.workers):
-        table.add_row(str(number), *_cells(worker))
+        table.add_row(str(number), *_cells(worker)[columns])
     table.add_section()
-    table.add_row("total", *_cells(phase.total()), style="bold")
+    table.add_row("total", *_cells(phase.total())[columns], style="bold")
     return table
 
 
@@ -151,7 +189,12 @@ def _shown(microseconds: float | None) -> str:
 
 def _phase_numbers(phase: Phase) -> dict[str, Any]:
     per_worker = [{"worker": number, **_numbers(worker)} for number, worker in enumerate(phase.workers)]
-    return {**_numbers(phase.total()), "blocks_per_cache": phase.blocks_per_cache, "per_worker": per_worker}
+    return {
+        **_numbers(phase.total()),
+        "starting_seconds": phase.starting_seconds,
+        "blocks_per_cache": phase.blocks_per_cache,
+        "per_worker": per_worker,
+    }
 
 
 def _numbers(result: WorkerResult) -> dict[str, Any]:

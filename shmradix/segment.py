@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import posix_ipc
 import psutil
 
-from shmradix import layout, locks
+from shmradix import layout, locks, semaphores
 from shmradix.errors import (
     AccessDenied,
     LayoutMismatch,
@@ -34,9 +33,8 @@ from shmradix.errors import (
     SharedMemoryFull,
 )
 from shmradix.layout import Geometry
+from shmradix.semaphores import PREFIX, SHM
 
-SHM = Path("/dev/shm")
-PREFIX = "shmradix."
 MAX_NAME = 200  # so that the semaphores' names stay below glibc's 251 characters
 
 CGROUP = Path("/sys/fs/cgroup")  # of this process, in a container with control groups of version 2
@@ -66,11 +64,6 @@ def _temporary_path_of(name: str) -> Path:
     return SHM / f".{PREFIX}{name}.new"  # one for each name: two creators never reserve memory at once
 
 
-def semaphore_name(name: str, incarnation: int, guard: str) -> str:
-    """The name of the semaphore on which waiters for `guard` of this very segment sleep."""
-    return f"/{PREFIX}{name}.{incarnation:016x}.{guard}"
-
-
 class Segment:
     """An open segment: its mapping, and numpy views of all of it."""
 
@@ -78,15 +71,15 @@ class Segment:
         self.name = name
         self.geometry = geometry
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # not `fd`, on which a creator has a lock
-        self.inode = _inode(os.fstat(fd))
-        self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        self._map = mmap.mmap(self._fd, geometry.size)
+        try:
+            self.inode = _inode(os.fstat(fd))
+            self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
+            self._map = mmap.mmap(self._fd, geometry.size)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self.views = geometry.views(self._map)
         self.incarnation = int(self.views.header["incarnation"][0])
-
-    def semaphore_names(self) -> list[str]:
-        """The names of the guards' semaphores, in the order of `layout.GUARDS`."""
-        return [semaphore_name(self.name, self.incarnation, guard) for guard in layout.GUARDS]
 
     def open_for_locks(self) -> int:
         """A new open of this very segment, whatever became of its name."""
@@ -99,16 +92,14 @@ class Segment:
         """Whether the segment still is what its name stands for."""
         return _is_still(path_of(self.name), self._fd)
 
-    def remove_semaphores(self) -> None:
-        """Remove the semaphores' names, for a segment whose own name is gone."""
-        _remove_semaphores(self.name, self._fd)
-
     def close(self) -> None:
-        """Unmap; memory that arrays still refer to stays mapped until they are gone."""
-        del self.views
-        with contextlib.suppress(BufferError):
-            self._map.close()
-        os.close(self._fd)
+        """Unmap; memory that arrays still refer to stays mapped until they are gone. The second time does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            del self.views
+            with contextlib.suppress(BufferError):
+                self._map.close()
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
@@ -277,6 +268,7 @@ def _creator(name: str, path: Path, temporary: Path, mode: int, timeout: float |
         locks.close(fd)  # a sweeper was quicker than our lock: start again
     try:
         os.fchmod(fd, mode)  # not left to the umask
+        semaphores.remove_all(name)  # of a segment of that name whose remover died: there is none now
         yield fd
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -375,8 +367,8 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
         segment.views.state["nodes_used"] = 1 + geometry.max_namespaces
         segment.views.state["namespaces_used"] = 1
         segment.views.state["leases_used"] = 1
-        for semaphore in segment.semaphore_names():
-            make_semaphore(semaphore, mode)
+        for guard in layout.GUARDS:
+            semaphores.make(semaphores.name_of(name, segment.incarnation, guard), mode)
     except BaseException:
         segment.close()
         raise
@@ -384,23 +376,10 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
     return segment
 
 
-def make_semaphore(name: str, mode: int) -> None:
-    """Make the semaphore if it is not there, at 0 tokens, with the mode of its segment whatever the umask."""
-    try:
-        posix_ipc.Semaphore(name).close()  # without O_CREAT: fs.protected_regular refuses it for another's file
-    except posix_ipc.ExistentialError:
-        posix_ipc.Semaphore(name, posix_ipc.O_CREAT, mode, 0).close()
-        with contextlib.suppress(OSError):
-            os.chmod(SHM / f"sem.{name[1:]}", mode)
-
-
 def _remove_semaphores(name: str, fd: int) -> None:
     image = os.pread(fd, layout.HEADER.itemsize, 0)
     if len(image) == layout.HEADER.itemsize:
-        incarnation = int(np.frombuffer(image, layout.HEADER)["incarnation"][0])
-        for guard in layout.GUARDS:
-            with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-                posix_ipc.unlink_semaphore(semaphore_name(name, incarnation, guard))
+        semaphores.remove(name, int(np.frombuffer(image, layout.HEADER)["incarnation"][0]))
 
 
 # --- unlink, list ---------------------------------------------------------------------------------------------

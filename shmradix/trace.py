@@ -23,6 +23,7 @@ import numpy.typing as npt
 TOKENS_PER_ID = 512
 MAX_DISTINCT_IDS = 2**32 // TOKENS_PER_ID
 
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, bzip2, xz, zstd, zip
 _TOKEN_OFFSETS = np.arange(TOKENS_PER_ID, dtype=np.uint32)
 
 
@@ -87,6 +88,8 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise TraceError(f"{path}: not a regular file (every worker opens the trace for itself)")
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1 and line.startswith(_COMPRESSED):
+                    raise TraceError(f"{path}: compressed? unpack it first")
                 if line.isspace():
                     blank = blank or number
                 elif blank:

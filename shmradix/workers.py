@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from shmradix import compile, locks
+from shmradix import compile, locks, semaphores
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
 from shmradix.guard import PARKED, TREE
+from shmradix.layout import GUARDS
 from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
-from shmradix.segment import Segment, make_semaphore
+from shmradix.segment import Segment
 from shmradix.status import BUSY, CORRUPT
 from shmradix.tree import LOCK_WAITS, REBUILD_NS, REBUILDS
 from shmradix.views import SLOT, make_handle
@@ -221,19 +222,20 @@ class Worker:
         try:
             if patience >= 0:
                 self._lock_timeout = patience
-            was_closed, self.closed = self.closed, True
-            if not was_closed and self._calls == 0:  # else a signal handler closes what it interrupts, which ends it
+            self.closed = True
+            if self._calls == 0:  # else a signal handler closes what it interrupts, which ends it on its way out
                 self._end()
         finally:
             self._queue.release()
 
     def _end(self) -> None:
-        self._calls += 1  # for a signal handler that comes in between
+        self._calls = 1  # for a signal handler that comes in between
         try:
             if self.slot >= 0:
                 with contextlib.suppress(LockTimeout):
                     self._run(self.entries.bury, self.slot, self.tag >> SLOT_BITS)
         finally:
+            self._calls = 0
             self.forget()
             self._parking.close()
             self.segment.close()
@@ -252,15 +254,15 @@ class Worker:
 
 
 def _parking(segment: Segment) -> Parking:
-    name = segment.semaphore_names()[TREE]
-    make_semaphore(name, segment.mode)
+    semaphore = semaphores.name_of(segment.name, segment.incarnation, GUARDS[TREE])
+    semaphores.make(semaphore, segment.mode)
     try:
-        return Parking(name)
+        return Parking(semaphore)
     except FileNotFoundError:
         raise SegmentNotFound(f"segment {segment.name!r} was unlinked while it was being attached") from None
     finally:
         if not segment.has_its_name():  # unlinked meanwhile: we may have made anew what was removed with it
-            segment.remove_semaphores()
+            semaphores.remove(segment.name, segment.incarnation)
 
 
 def _start_time(pid: int) -> int:

@@ -1,0 +1,46 @@
+"""The named semaphores of a segment, one for each guard: made and removed here, slept on in `parking.py`."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import posix_ipc
+
+from shmradix import layout
+
+SHM = Path("/dev/shm")
+PREFIX = "shmradix."
+
+
+def name_of(name: str, incarnation: int, guard: str) -> str:
+    """The name of the semaphore on which waiters for `guard` of this very segment sleep."""
+    return f"/{PREFIX}{name}.{incarnation:016x}.{guard}"
+
+
+def make(semaphore: str, mode: int) -> None:
+    """Make the semaphore if it is not there, at 0 tokens, with the mode of its segment whatever the umask."""
+    try:
+        posix_ipc.Semaphore(semaphore).close()  # without O_CREAT: fs.protected_regular refuses it for another's file
+    except posix_ipc.ExistentialError:
+        posix_ipc.Semaphore(semaphore, posix_ipc.O_CREAT, mode, 0).close()
+        with contextlib.suppress(OSError):
+            os.chmod(_path_of(semaphore), mode)
+
+
+def _path_of(semaphore: str) -> Path:
+    return SHM / f"sem.{semaphore[1:]}"  # where glibc and musl keep it
+
+
+def remove(name: str, incarnation: int) -> None:
+    """Remove the semaphores of one segment; whoever has them open goes on with them."""
+    for guard in layout.GUARDS:
+        with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+            posix_ipc.unlink_semaphore(name_of(name, incarnation, guard))
+
+
+def remove_all(name: str) -> None:
+    """Remove the semaphores of every segment that ever had the name."""
+    for guard in layout.GUARDS:
+        for path in SHM.glob(f"sem.{PREFIX}{name}.{'[0-9a-f]' * 16}.{guard}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
