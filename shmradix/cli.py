@@ -215,7 +215,3 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> NoReturn:
 def _complain(message: str, status: int) -> int:
     print(f"shmradix: {message}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

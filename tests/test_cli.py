@@ -13,13 +13,16 @@ from importlib import resources
 from multiprocessing import active_children
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from shmradix import RadixCache
 from shmradix.cli import SAMPLE, main
-from shmradix.replay import Counts
-from shmradix.report import ProgressDisplay
+from shmradix.replay import CALLS, Counts, Phase, Plan, WorkerResult
+from shmradix.report import ProgressDisplay, print_json, print_table
 
+STRESS = Path(__file__).parents[1] / "tools" / "stress.py"
 NUMBERS = {
     "requests", "lookup_blocks", "hit_blocks", "hit_ratio", "lookup_tokens", "hit_tokens", "token_hit_ratio",
     "seconds", "requests_per_s", "latency_us",
@@ -45,6 +48,12 @@ def long_trace_path(tmp_path: Path) -> str:
     return str(path)
 
 
+def made_up_phase(name: str, requests: int, lookup_blocks: int, workers: int = 2) -> Phase:
+    times = dict.fromkeys(CALLS, np.full(3, 5_000_000_000))
+    counts = Counts(requests // workers, lookup_blocks, lookup_blocks // 2, 512, 256)
+    return Phase(name, 1, 0, [WorkerResult(counts, 10**9, 3 * 10**9, times)] * workers)
+
+
 def segments_of(pid: int) -> list[str]:
     return [name for name in RadixCache.list() if f"replay-{pid}-" in name]
 
@@ -65,6 +74,7 @@ def test_replay_prints_one_json_object(trace_path: str, capsys: pytest.CaptureFi
         assert phase.keys() >= NUMBERS
         assert phase["requests"] == 100
         assert phase["hit_ratio"] == phase["hit_blocks"] / phase["lookup_blocks"]
+        assert phase["starting_seconds"] > 0
         assert [worker["worker"] for worker in phase["per_worker"]] == [0, 1]
         assert all(worker.keys() >= NUMBERS for worker in phase["per_worker"])
         assert phase["latency_us"]["lookup"]["calls"] == 100
@@ -82,6 +92,50 @@ def test_demo_explains_and_shows_that_sharing_pays(capsys: pytest.CaptureFixture
     assert "private caches, 4,000 blocks each" in out
     times = float(out.rsplit(" times as many", 1)[0].rsplit(" ", 1)[1])
     assert times > 1.2
+    assert re.search(
+        r"\nMeasured: \S+ s shared, \S+ s private\.\nStarting the workers took \S+ s and \S+ s before", out
+    )
+    assert "mean little" not in out
+
+
+def test_one_of_each_is_named_as_one(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(trace_path).write_text(sample_lines()[0])
+    assert main(["replay", trace_path, "--workers", "1", "--blocks", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("1 worker, blocks of 512 tokens\n")
+    assert "\nshared cache, 1 block  " in out
+    assert "\nThe trace is short (1 request for 1 worker): such figures mean little.\n" in out
+    assert "\nOne worker has nobody to share with" in out
+    assert "shared cache: 1 request in" in err
+
+
+@pytest.mark.parametrize(("width", "tables"), [(100, 2), (90, 2), (89, 4), (43, 4), (10, 4)])
+def test_no_column_is_lost_on_a_narrow_terminal(
+    width: int, tables: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    phases = (made_up_phase(name, 200, 10) for name in ("shared", "private"))
+    print_table(Plan("t", 2, 2, 512), *phases)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    words = out.split()
+    assert words.count("total") == tables
+    assert "…" not in out
+    for cell, count in (("requests", 4), ("p50", 4), ("p99", 4), ("50.00%", 12), ("5,000,000.0", 24)):
+        assert words.count(cell) == count, cell
+
+
+def test_figures_that_say_little_come_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    for lookup_blocks, requests, expected in ((10, 200, []), (0, 200, ["fills"]), (10, 98, ["short"])):
+        phases = [made_up_phase(name, requests, lookup_blocks) for name in ("shared", "private")]
+        for show in (print_table, print_json):
+            show(Plan("t", 2, 2, 4096), *phases)
+            out, err = capsys.readouterr()
+            notes = out.partition("no figure.\n")[2] if show is print_table else err
+            assert len(notes.splitlines()) == len(expected)
+            assert all(word in notes for word in expected)
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +165,9 @@ def test_bad_sizes_are_refused(options: str, complaint: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as stop:
         main(["replay", "no-such-file.jsonl", *options.split()])
     assert stop.value.code == 2
-    assert complaint in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("usage: shmradix replay ")
+    assert complaint in err
 
 
 def test_a_damaged_trace_is_named(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +195,7 @@ def test_a_segment_that_cannot_be_made(
     out, err = capsys.readouterr()
     assert out == ""
     assert re.search(r"\nshmradix: segment 'replay-.*' needs .* bytes", err)
+    assert err.endswith("\nshmradix: here, lower --blocks or --block-size\n")
     assert "Traceback" not in err
 
 
@@ -161,7 +218,7 @@ def test_a_signal_ends_the_replay_tidily(long_trace_path: str, signum: signal.Si
     command = [
         sys.executable,
         "-m",
-        "shmradix.cli",
+        "shmradix",
         "replay",
         long_trace_path,
         "--workers",
@@ -181,3 +238,53 @@ def test_a_signal_ends_the_replay_tidily(long_trace_path: str, signum: signal.Si
     assert out == ""
     assert "Traceback" not in err
     assert not segments_of(process.pid)
+
+
+def test_a_killed_replay_leaves_no_segment(long_trace_path: str) -> None:
+    command = [sys.executable, "-m", "shmradix", "replay", long_trace_path, "--workers", "2", "--blocks", "5000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for has_segments in (True, False):  # made, then all workers attached
+            deadline = time.monotonic() + 120
+            while bool(segments_of(process.pid)) != has_segments:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert process.poll() is None
+        workers = psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(Path("/dev/shm").glob(f"*replay-{process.pid}-*"))
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--workers 0", "--workers 0: expected 1 to 63"),
+        ("--workers 64", "--workers 64: expected 1 to 63"),
+        ("--workers 4 --blocks 95", "--blocks 95: expected 96 "),
+        ("--blocks 2000000", "--blocks 2000000: expected 96 "),
+        ("--seconds 0", "--seconds 0.0: expected more than 0"),
+        ("--seconds nan", "--seconds nan: expected more than 0"),
+        ("--seed -1", "--seed -1: expected 0 or more"),
+    ],
+)
+def test_the_stress_tool_refuses_bad_arguments(options: str, complaint: str) -> None:
+    ended = run_stress(*options.split())
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert complaint in ended.stderr
+
+
+def test_the_stress_tool_ends_quietly_when_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run_stress("--seconds", "0.2", "--workers", "1", "--blocks", "24", stdout=writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def run_stress(*options: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(STRESS.parents[1])}
+    command = [sys.executable, str(STRESS), *options]
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)

@@ -21,6 +21,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
+        self.named: list[str] = []
         self.last = Counts(0, 0, 0, 0, 0)
 
     def started(self, phase: str, requests: int) -> None:
@@ -28,9 +29,14 @@ class Watcher:
 
     def progressed(self, counts: Counts) -> None:
         self.last = counts
+        self.named += segments()
 
     def finished(self, phase: Phase) -> None:
         self.last = phase.total().counts
+
+
+def segments() -> list[str]:
+    return [name for name in RadixCache.list() if f"replay-{os.getpid()}-" in name]
 
 
 def leaf_first_lru_hits(requests: list[Request], capacity: int, ids_per_block: int = 1) -> int:
@@ -83,7 +89,7 @@ def trace_path(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def no_segment_is_left() -> Iterator[None]:
     yield
-    assert not [name for name in RadixCache.list() if f"replay-{os.getpid()}-" in name]
+    assert not segments()
 
 
 @pytest.mark.parametrize("capacity", [300, 1000, 3000, UNLIMITED])
@@ -121,6 +127,7 @@ def test_two_workers_share_the_work_and_the_cache(requests: list[Request], trace
     watcher = Watcher()
     shared, private = replay(Plan(trace_path, 2, 10_001, 512), watcher)
     assert watcher.phases == ["shared", "private"]
+    assert watcher.named == []  # by the first request the segments' names are gone: nobody killed leaves one behind
     assert (shared.blocks_per_cache, private.blocks_per_cache) == (10_001, 5_000)
     best = leaf_first_lru_hits(requests, UNLIMITED)
     for phase in (shared, private):
@@ -130,6 +137,7 @@ def test_two_workers_share_the_work_and_the_cache(requests: list[Request], trace
         assert total.counts.lookup_blocks == sum(map(len, requests))
         assert 0 < total.counts.hit_blocks <= best
         assert total.seconds > 0
+        assert 0.01 < phase.starting_seconds < 300
         assert total.requests_per_s > 0
     # At most one request at a time is served beside another, so little of the sharing can be missed.
     assert shared.total().counts.hit_blocks > 0.8 * best

@@ -1,5 +1,6 @@
 """Reading traces: what a good one becomes and how a damaged one is refused."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ def test_damage_is_named_with_file_and_line(tmp_path: Path, line: str | bytes | 
 def test_files_that_are_no_trace(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"gone\.jsonl: No such file or directory"):
         read_trace(tmp_path / "gone.jsonl")
+    (tmp_path / "packed.jsonl").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    with pytest.raises(TraceError, match=r"packed\.jsonl: compressed\? unpack it first"):
+        read_trace(tmp_path / "packed.jsonl")
     with pytest.raises(TraceError, match="not a regular file"):
         read_trace(tmp_path)
     with pytest.raises(TraceError, match=r"empty\.jsonl: the file is empty"):

@@ -266,7 +266,7 @@ def print_row(line: Row) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the operations of a cache.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object (times in ns) instead of a table")
     parser.add_argument("--quick", action="store_true", help="small sizes and few runs")
     options = parser.parse_args(arguments)
     with scratch_cache(1):  # so that no compiling falls into a measurement
@@ -281,7 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
             print_row(line)
     memory = bytes_a_block()
     if options.json:
-        print(json.dumps({"rows": [asdict(line) for line in rows], "bytes_a_block": memory}, indent=1))
+        report = {"time_unit": "ns", "rows": [asdict(line) for line in rows], "bytes_a_block": memory}
+        print(json.dumps(report, indent=1))
     else:
         print(f"{'shared memory of a block':36}{memory:21,.1f} bytes")
     return 0

@@ -18,6 +18,7 @@ ALPHABET = 3
 SHARED_PREFIXES = 24
 MOST_PREFIX_BLOCKS = 16
 MOST_EXTENSION_BLOCKS = 8
+MOST_BLOCKS = MOST_PREFIX_BLOCKS + MOST_EXTENSION_BLOCKS  # of a prompt
 NAMESPACES: tuple[tuple[int, bytes | None], ...] = ((0, None), (0, b"tenant"), (7, None))
 
 AWAY, HELD, OFFERED = 0, 1, 2  # a block in a worker's row: not its own, its own, handed to an insert under way

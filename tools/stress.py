@@ -9,9 +9,11 @@ Exit status 1 means that something was wrong; the first lines of the output say 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -20,12 +22,14 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 import numpy as np
-from ledger import AWAY, BLOCK_SIZE, COUNTERS, HELD, OFFERED, Ledger, Prompt, Prompts, disk_ids_of
+from ledger import AWAY, BLOCK_SIZE, COUNTERS, HELD, MOST_BLOCKS, OFFERED, Ledger, Prompt, Prompts, disk_ids_of
 from numpy.typing import NDArray
 
 from shmradix import NO_DISK, EvictedBlocks, InsertAcquired, PrefixMatch, RadixCache, Stats
 
 MOST_OPEN_REQUESTS = 6
+MOST_WORKERS = 63  # the cache has 64 slots, and we hold one
+MOST_IDS = 1_000_000  # the ledger has a byte for each and each worker
 
 
 class Violation(Exception):
@@ -293,11 +297,12 @@ def work(name: str, path: str, workers: int, blocks: int, number: int, seed: int
 
 
 def check_end(cache: RadixCache, ledger: Ledger) -> list[str]:
-    """What is wrong with the final state: leases left, or a block that is nowhere or in two places."""
+    """What is wrong with the final state: invariants, leases left, a block that is nowhere or in two places."""
     nodes = cache._segment.views.nodes
     live = np.flatnonzero(nodes["born"] != 0)
     in_nodes = nodes["block"][live[live > cache._segment.geometry.max_namespaces]]
-    wrong = tally(ledger, in_nodes, cache.stats())
+    wrong = [f"verify: {violation}" for violation in cache.verify()]
+    wrong += tally(ledger, in_nodes, cache.stats())
     evicted = cache.evict(cache.max_blocks)
     if sorted(evicted.blocks.tolist()) != sorted(in_nodes.tolist()):
         wrong.append(f"evicting everything gave {len(evicted.blocks)} blocks of {len(in_nodes)}")
@@ -367,15 +372,39 @@ def report(ledger: Ledger, stats: Stats, seconds: float) -> None:
     print(f"{'operations/s':16}{int(ledger.counts[:, 0].sum() / seconds):14,}")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """The checked options."""
     parser = argparse.ArgumentParser(description="Hammer a cache from several processes and check every answer.")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=2048, help="how many block ids the workers share")
-    parser.add_argument("--seed", type=int, default=0, help="which prefixes the prompts share")
+    parser.add_argument("--seconds", type=float, default=60, help="how long (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="how many processes (default %(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=2048,
+        help=f"how many block ids the workers share, at least {MOST_BLOCKS} for each (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="which prefixes the prompts share (default %(default)s)")
     options = parser.parse_args(arguments)
-    with tempfile.NamedTemporaryFile(prefix="stress-ledger-") as file:
-        wrong = stress(f"stress-{os.getpid()}-{os.urandom(4).hex()}", file.name, options)
+    if not 0 < options.seconds < math.inf:
+        parser.error(f"--seconds {options.seconds}: expected more than 0")
+    if not 1 <= options.workers <= MOST_WORKERS:
+        parser.error(f"--workers {options.workers}: expected 1 to {MOST_WORKERS}")
+    least = MOST_BLOCKS * options.workers
+    if not least <= options.blocks <= MOST_IDS:
+        reason = f"{MOST_BLOCKS}, a prompt's most, for each of --workers {options.workers}"
+        parser.error(f"--blocks {options.blocks}: expected {least} ({reason}) to {MOST_IDS:,}")
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed}: expected 0 or more")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(arguments)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="stress-ledger-") as file:
+            wrong = stress(f"stress-{os.getpid()}-{os.urandom(4).hex()}", file.name, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as in `stress.py | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return 1 if wrong else 0
 
 
