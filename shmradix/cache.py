@@ -291,9 +291,9 @@ class RadixCache:
                 raise LeaseError(f"match={match!r} was released: look the prompt up again")
             held = (match._lease, match._born, match._epoch)
         worker = self._worker
-        answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
+        answer = worker.call(worker.entries.insert, *arguments, *held, out, counts)
         if answer[0] in (LEASES_FULL, NAMESPACES_FULL) and worker.reap():
-            answer = worker.run(worker.entries.insert, *arguments, *held, out, counts)
+            answer = worker.call(worker.entries.insert, *arguments, *held, out, counts)
         status, _, depth, lease, born = answer
         if match is not None and not status:
             match._lease, match._born = lease, born
@@ -398,7 +398,7 @@ class RadixCache:
     def _release_lease(self, match: PrefixMatch) -> None:
         if match.released:
             return
-        if match._lease and self._worker.run(self._worker.entries.release, match._lease, match._born)[0]:
+        if match._lease and self._worker.call(self._worker.entries.release, match._lease, match._born)[0]:
             raise LeaseError(
                 f"the lease of {match!r} is not this worker's: only the process that took it can release it"
             )
@@ -422,7 +422,7 @@ class RadixCache:
             step = min(wanted, _EVICT_STEP)
             rows, counts = np.empty((2, step), np.uint32), np.zeros(1, np.int64)
             parts.append((rows, counts))  # first: an exception, of a signal handler, say, must not lose the blocks
-            worker.run(worker.entries.evict, step, latest, rows, counts)
+            worker.call(worker.entries.evict, step, latest, rows, counts)
             wanted -= int(counts[0])
             if counts[0] < step and not (reap and worker.reap()):
                 break

@@ -150,6 +150,7 @@ def _is_better(seg, lease, other, oldest):
 def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, oldest):
     """This worker's best lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
     leases, found = seg.leases, np.uint32(0)
+    deepest = min(deepest, len(tokens) // seg.block_size)
     for lease in range(1, used_leases(seg)):
         depth = np.int64(leases["depth"][lease])
         if not is_held(seg, lease, leases["born"][lease]) or depth < shallowest or depth > deepest:

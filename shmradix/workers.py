@@ -72,17 +72,18 @@ class Worker:
                     self._end()
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> Any:
-        """Call an entry point for the tree guard, waiting for the guard as long as it takes. Returns its answer.
+        """`call`, when no other thread of this process is in one."""
+        return self.locked(self.call, kernel, *args)
 
-        Raises LockTimeout when a live owner keeps it longer than the handle's `lock_timeout`, CorruptSegment when the
-        kernel met an index that points nowhere, CacheClosed.
+    def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        """Call an entry point, waiting for the tree guard as long as it takes; only within `locked`. Returns its answer.
+
+        Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment when
+        the kernel met an index that points nowhere, CacheClosed.
         """
-        return self.locked(self._run, kernel, *args)
-
-    def _run(self, kernel: Callable[..., Any], *args: Any) -> Any:
         answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
         if answer[0] == BUSY:
-            answer = self._run_parked(kernel, *args)
+            answer = self._call_parked(kernel, *args)
         if answer[1]:
             self._parking.wake()
         if answer[0] == CORRUPT:
@@ -91,7 +92,7 @@ class Worker:
             )
         return answer
 
-    def _run_parked(self, kernel: Callable[..., Any], *args: Any) -> Any:
+    def _call_parked(self, kernel: Callable[..., Any], *args: Any) -> Any:
         started = time.monotonic()
         self.segment.views.workers["counters"][self.slot][LOCK_WAITS] += 1
         while True:
@@ -143,7 +144,7 @@ class Worker:
             record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
             self.slot, self.tag = slot, tag_of(slot, generation)
-            self._run(self.entries.bury, slot, generation - 1)
+            self.call(self.entries.bury, slot, generation - 1)
             record["claimed_ns"] = time.time_ns()
             record["start_time"] = _start_time(os.getpid())
             record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
@@ -173,7 +174,7 @@ class Worker:
         for slot in np.flatnonzero(workers["pid"]).tolist():
             generation = int(workers["generation"][slot])
             if slot != self.slot and self._is_dead(slot, generation):
-                self._run(self.entries.bury, slot, generation)
+                self.call(self.entries.bury, slot, generation)
                 reaped += 1
         return reaped
 
@@ -233,7 +234,7 @@ class Worker:
         try:
             if self.slot >= 0:
                 with contextlib.suppress(LockTimeout):
-                    self._run(self.entries.bury, self.slot, self.tag >> SLOT_BITS)
+                    self.call(self.entries.bury, self.slot, self.tag >> SLOT_BITS)
         finally:
             self._calls = 0
             self.forget()
