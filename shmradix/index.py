@@ -28,11 +28,13 @@ def find_child(seg, parent, hash_, tokens, start, block_key):
     for _ in range(seg.node_count):
         if node == 0:
             return node
+        if nodes["born"][node] == 0:
+            break
         is_candidate = nodes["hash"][node] == hash_ and nodes["parent"][node] == parent
         if is_candidate and nodes["block_key"][node] == block_key and same_tokens(seg, node, tokens, start):
             return node
         node = node_at(seg, nodes["hash_next"][node])
-    seg.private[FAULT] = 1  # longer than there are nodes: a cycle
+    seg.private[FAULT] = 1  # a dead node in the chain, or more than there are: a cycle
     return np.uint32(0)
 
 
@@ -80,6 +82,8 @@ def find_root(seg, namespace):
     for _ in range(seg.node_count):
         if node == 0:
             return node
+        if nodes["born"][node] == 0:
+            break
         is_candidate = nodes["hash"][node] == hash_ and node < seg.first_block_node
         is_current = is_candidate and seg.namespaces["epoch"][node] == seg.state["epoch"][0]
         if is_current and is_namespace(seg, node, namespace):

@@ -7,6 +7,7 @@ Python's `multiprocessing.shared_memory` is not used: its tracker unlinks what a
 
 import contextlib
 import errno
+import io
 import mmap
 import os
 import pwd
@@ -70,43 +71,42 @@ class Segment:
     def __init__(self, name: str, fd: int, geometry: Geometry) -> None:
         self.name = name
         self.geometry = geometry
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # not `fd`, on which a creator has a lock
+        # An open of its own: on `fd` a creator has a lock.
+        self._file = io.FileIO(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), "r+")
         try:
             self.inode = _inode(os.fstat(fd))
             self.mode = stat.S_IMODE(os.fstat(fd).st_mode)
-            self._map = mmap.mmap(self._fd, geometry.size)
+            self._map = mmap.mmap(self._file.fileno(), geometry.size)
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
         self.views = geometry.views(self._map)
         self.incarnation = int(self.views.header["incarnation"][0])
 
-    def open_for_locks(self) -> int:
+    def open_for_locks(self) -> io.FileIO:
         """A new open of this very segment, whatever became of its name."""
         try:
-            return locks.open_for_locks(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+            return locks.open_for_locks(f"/proc/self/fd/{self._file.fileno()}", os.O_RDWR)
         except PermissionError:
             raise AccessDenied(f"segment {self.name!r} can't be opened again by user {os.geteuid()}") from None
 
     def has_its_name(self) -> bool:
         """Whether the segment still is what its name stands for."""
-        return _is_still(path_of(self.name), self._fd)
+        return _is_still(path_of(self.name), self._file.fileno())
 
     def close(self) -> None:
         """Unmap; memory that arrays still refer to stays mapped until they are gone. The second time does nothing."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-            del self.views
-            with contextlib.suppress(BufferError):
-                self._map.close()
+        self._file.close()
+        self.__dict__.pop("views", None)
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _open(name: str, path: Path) -> int:
+def _open(name: str, path: Path) -> io.FileIO:
     try:
         return locks.open_for_locks(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -145,13 +145,11 @@ def attach(name: str) -> Segment:
     Raises SegmentNotFound, SegmentForeign, LayoutMismatch or AccessDenied; the segment stays as it is.
     """
     path = path_of(name)
-    fd = _open(name, path)
-    try:
+    with _open(name, path) as file:
+        fd = file.fileno()
         if os.fstat(fd).st_nlink > 1:
             sweep(name)
         return Segment(name, fd, _checked_geometry(name, path, fd))
-    finally:
-        locks.close(fd)
 
 
 def _check_owner(name: str, path: Path, status: os.stat_result) -> None:
@@ -244,36 +242,38 @@ def _exists(name: str) -> SegmentExists:
 @contextlib.contextmanager
 def _creator(name: str, path: Path, temporary: Path, mode: int, timeout: float | None) -> Iterator[int]:
     """Hold the one temporary file of `name`; waits while another live process holds it, sweeps a dead one's."""
-    started = time.monotonic()
-    while True:
-        sweep(name)
-        if os.path.lexists(path):
-            raise _exists(name)
-        try:
-            fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-        except FileExistsError:
-            _check_temporary(temporary)
-            if timeout is not None and time.monotonic() - started > timeout:
-                raise LockTimeout(f"another process has been creating segment {name!r} for {timeout} s") from None
-            time.sleep(0.005)
-            continue
-        except PermissionError:
-            raise AccessDenied(f"no permission to create files in {SHM}") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EROFS):
-                raise
-            raise NoSharedMemory(error.errno, f"{SHM} is missing or read-only: mount a writable tmpfs there") from None
-        if locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
-            break
-        locks.close(fd)  # a sweeper was quicker than our lock: start again
+    started, file = time.monotonic(), None
     try:
-        os.fchmod(fd, mode)  # not left to the umask
+        while file is None:
+            sweep(name)
+            if os.path.lexists(path):
+                raise _exists(name)
+            try:
+                file = locks.open_for_locks(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+            except FileExistsError:
+                _check_temporary(temporary)
+                if timeout is not None and time.monotonic() - started > timeout:
+                    raise LockTimeout(f"another process has been creating segment {name!r} for {timeout} s") from None
+                time.sleep(0.005)
+                continue
+            except PermissionError:
+                raise AccessDenied(f"no permission to create files in {SHM}") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EROFS):
+                    raise
+                message = f"{SHM} is missing or read-only: mount a writable tmpfs there"
+                raise NoSharedMemory(error.errno, message) from None
+            if not (locks.try_lock(file, locks.CREATOR_BYTE) and _is_still(temporary, file.fileno())):
+                file.close()  # a sweeper was quicker than our lock: start again
+                file = None
+        os.fchmod(file.fileno(), mode)  # not left to the umask
         semaphores.remove_all(name)  # of a segment of that name whose remover died: there is none now
-        yield fd
+        yield file.fileno()
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        locks.close(fd)
+        if file is not None:
+            if _is_still(temporary, file.fileno()):
+                os.unlink(temporary)
+            file.close()
 
 
 def _check_temporary(temporary: Path) -> None:
@@ -297,18 +297,17 @@ def sweep(name: str) -> None:
     """Remove what a creator of `name` that died half-way left behind; a live creator's is left alone."""
     temporary = _temporary_path_of(name)
     try:
-        fd = locks.open_for_locks(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = locks.open_for_locks(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return  # nothing there, or another user's, whose creator sweeps it
-    try:
+    with file:
+        fd = file.fileno()
         is_ours = stat.S_ISREG(os.fstat(fd).st_mode)
-        if is_ours and locks.try_lock(fd, locks.CREATOR_BYTE) and _is_still(temporary, fd):
+        if is_ours and locks.try_lock(file, locks.CREATOR_BYTE) and _is_still(temporary, fd):
             if os.fstat(fd).st_nlink == 1:  # else it died just after it gave the segment its name
                 _remove_semaphores(name, fd)
             with contextlib.suppress(PermissionError):  # another user's, in a sticky directory
                 os.unlink(temporary)
-    finally:
-        locks.close(fd)
 
 
 def _reserve(name: str, fd: int, geometry: Geometry) -> None:
@@ -394,17 +393,18 @@ def unlink(name: str, inode: tuple[int, int] | None = None) -> bool:
     path = path_of(name)
     sweep(name)
     try:
-        fd = _open(name, path)
+        file = _open(name, path)
     except SegmentNotFound:
         if inode is not None:
             return False
         raise
-    try:
+    with file:
+        fd = file.fileno()
         if inode not in (None, _inode(os.fstat(fd))):
             return False
         # Whoever removes this segment holds this lock, so between the look at its name and the unlink nobody else
         # can have freed the name for a newer one.
-        while not locks.try_lock(fd, locks.REMOVER_BYTE):
+        while not locks.try_lock(file, locks.REMOVER_BYTE):
             time.sleep(0.001)
         if not _is_still(path, fd):
             return False
@@ -417,8 +417,6 @@ def unlink(name: str, inode: tuple[int, int] | None = None) -> bool:
             raise AccessDenied(f"segment {name!r} {_ownership(path)}: only that user can unlink it") from None
         _remove_semaphores(name, fd)  # again: an attach may have made them anew meanwhile
         return True
-    finally:
-        locks.close(fd)
 
 
 def names() -> list[str]:

@@ -19,7 +19,7 @@ from shmradix.index import (
 from shmradix.layout import COUNTERS, NO_DISK
 from shmradix.leases import has_free_lease, is_held, move_lease, take_lease, used_leases
 from shmradix.status import LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
-from shmradix.views import SLOT, node_at
+from shmradix.views import FAULT, SLOT, node_at
 
 (
     LOOKUPS, HITS, HIT_TOKENS, LOOKUP_TOKENS, INSERTS, INSERTED_BLOCKS, DUPLICATE_BLOCKS, EVICTED_BLOCKS, LOCK_WAITS,
@@ -70,6 +70,9 @@ def best_partial(seg, parent, tokens, start, block_key):
     child = node_at(seg, nodes["first_child"][parent])
     for _ in range(PARTIAL_CHILDREN):
         if child == 0 or most >= limit:
+            break
+        if nodes["parent"][child] != parent or nodes["born"][child] == 0:
+            seg.private[FAULT] = 1
             break
         if nodes["block_key"][child] == block_key:
             agree = 0
@@ -191,12 +194,18 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
     if node == 0:
         seg.state["clock"][0] += 1
         node = add_root(seg, namespace, seg.state["clock"][0])
+        if node == 0:
+            return OK, depth, lease  # a fault: there is nothing to store below
     for i in range(depth, depth + room):
         disk_block = disk_table[i] if len(disk_table) > 0 else np.uint32(NO_DISK)
         key = key_of(block_keys, i)
         hash_ = block_hash(seg, nodes["hash"][node], tokens, i * size, key)
         seg.state["clock"][0] += 1
-        node = add_node(seg, node, hash_, tokens, i * size, key, table[i], disk_block, seg.state["clock"][0])
+        added = add_node(seg, node, hash_, tokens, i * size, key, table[i], disk_block, seg.state["clock"][0])
+        if added == 0:
+            room = i - depth  # a fault: what is stored stays
+            break
+        node = added
         out[NEW, counts[NEW]] = table[i]
         counts[NEW] += 1
         if disk_block != NO_DISK:
@@ -220,11 +229,10 @@ def may_insert(seg, lease, born, epoch):
     """Whether what a match stands for is still there: OK, NOT_HELD, or STALE if it is older than the last clear()."""
     if lease != 0 and not is_held(seg, lease, born):
         return NOT_HELD
+    current = seg.state["epoch"][0]
     if lease != 0:
-        epoch = seg.leases["epoch"][lease]
-    if epoch >= 0 and epoch != seg.state["epoch"][0]:
-        return STALE
-    return OK
+        return OK if seg.leases["epoch"][lease] == current else STALE
+    return STALE if epoch >= 0 and epoch != current else OK
 
 
 @kernel

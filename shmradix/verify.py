@@ -57,7 +57,7 @@ def check(views: Views, geometry: Geometry) -> list[Violation]:
         first,
         live[live >= first],
         live[(live > 0) & (live < first)],
-        np.flatnonzero(views.leases["born"]),
+        1 + np.flatnonzero(views.leases["born"][1:]),
     )
     found = []
     for number, (name, run) in enumerate(_CHECKS, 1):

@@ -6,6 +6,7 @@ share a handle and its slot and queue here. A forked child claims a slot of its 
 
 import atexit
 import contextlib
+import io
 import os
 import threading
 import time
@@ -42,7 +43,7 @@ class Worker:
         self._parking = _parking(segment)
         self._queue = threading.RLock()  # re-entrant: a signal handler may use the handle that it interrupts
         self._calls = 0  # of the thread that has the queue: more than one in such a handler
-        self._fd = -1
+        self._file: io.FileIO | None = None  # whose lock is the slot
         self.slot = -1  # none: before the first claim, and in a forked child
         self.tag = 0
         self.closed = False
@@ -76,10 +77,10 @@ class Worker:
         return self.locked(self.call, kernel, *args)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
-        """Call an entry point, waiting for the tree guard as long as it takes; only within `locked`. Returns its answer.
+        """Call an entry point, waiting for the tree guard as long as it takes; only within `locked`.
 
-        Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment when
-        the kernel met an index that points nowhere, CacheClosed.
+        Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment
+        when the kernel met an index that points nowhere, CacheClosed.
         """
         answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
         if answer[0] == BUSY:
@@ -94,7 +95,7 @@ class Worker:
 
     def _call_parked(self, kernel: Callable[..., Any], *args: Any) -> Any:
         started = time.monotonic()
-        self.segment.views.workers["counters"][self.slot][LOCK_WAITS] += 1
+        self.segment.views.workers["counters"][owner_of(self.tag)[0]][LOCK_WAITS] += 1
         while True:
             word = self.entries.announce(self._address, TREE)
             if word and not self._parking.sleep() and self._is_dead(*owner_of(word)):
@@ -122,7 +123,7 @@ class Worker:
         if wake:
             self._parking.wake()
         if done == 2:
-            counters = self.segment.views.workers["counters"][self.slot]
+            counters = self.segment.views.workers["counters"][owner_of(self.tag)[0]]
             counters[REBUILDS] += 1
             counters[REBUILD_NS] += time.monotonic_ns() - started
 
@@ -134,29 +135,37 @@ class Worker:
     def _claim(self) -> None:
         if self.closed:
             raise self._closed_error()
-        if self._fd >= 0:
+        if self._file is not None:
             raise RuntimeError(f"cache {self.segment.name!r} was used by a signal handler while it was being attached")
         try:
-            self._fd = self.segment.open_for_locks()
-            slot = self._lock_a_slot(self._fd)
+            self._file = self.segment.open_for_locks()
+            slot = self._lock_a_slot(self._file)
             record = self.segment.views.workers[slot : slot + 1]
-            generation = int(record["generation"][0]) % (MAX_GENERATION - 1) + 1
+            generation = self._next_generation(slot, int(record["generation"][0]))
             record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
-            self.slot, self.tag = slot, tag_of(slot, generation)
+            self.tag = tag_of(slot, generation)
             self.call(self.entries.bury, slot, generation - 1)
             record["claimed_ns"] = time.time_ns()
             record["start_time"] = _start_time(os.getpid())
             record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
             record["pid"] = os.getpid()
+            self.slot = slot  # last: until then no call of a signal handler can take a lease that no reaper would find
         except BaseException:
             self.forget()
             raise
 
-    def _lock_a_slot(self, fd: int) -> int:
+    def _next_generation(self, slot: int, generation: int) -> int:
+        owners = [owner_of(word) for word in self.segment.views.guards["owner"].tolist()]
+        while True:
+            generation = generation % (MAX_GENERATION - 1) + 1
+            if (slot, generation) not in owners:
+                return generation  # which in a damaged segment might seem to hold a guard already
+
+    def _lock_a_slot(self, file: io.FileIO) -> int:
         slots = self.segment.geometry.max_workers
         for slot in range(slots):
-            if locks.try_lock(fd, locks.FIRST_WORKER_BYTE + slot):
+            if locks.try_lock(file, locks.FIRST_WORKER_BYTE + slot):
                 return slot
         holders = ", ".join(self.describe(slot) for slot in range(min(slots, 16)))
         raise WorkersFull(
@@ -183,7 +192,11 @@ class Worker:
             return True  # no worker ever wrote that word
         if int(self.segment.views.workers["generation"][slot]) != generation:
             return True
-        return slot != self.slot and not locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot)
+        return not self._is_locked(slot)
+
+    def _is_locked(self, slot: int) -> bool:
+        assert self._file is not None  # only a worker with a slot asks
+        return slot == self.slot or locks.is_locked_by_others(self._file, locks.FIRST_WORKER_BYTE + slot)
 
     def counters(self) -> tuple[list[int], int, int]:
         """The sums of all slots' counters in the order of `layout.COUNTERS`, recoveries, and live workers."""
@@ -192,9 +205,7 @@ class Worker:
     def _counters(self) -> tuple[list[int], int, int]:
         views = self.segment.views
         slots = np.flatnonzero(views.workers["pid"]).tolist()
-        live = sum(
-            slot == self.slot or locks.is_locked_by_others(self._fd, locks.FIRST_WORKER_BYTE + slot) for slot in slots
-        )
+        live = sum(map(self._is_locked, slots))
         return views.workers["counters"].sum(axis=0).tolist(), int(views.guards["recoveries"].sum()), live
 
     def describe(self, slot: int) -> str:
@@ -243,14 +254,14 @@ class Worker:
 
     def forget(self) -> None:
         """Give up the slot's lock only."""
-        if self._fd >= 0:
-            locks.close(self._fd)
-        self._fd, self.slot, self.tag = -1, -1, 0
+        if self._file is not None:
+            self._file.close()
+        self._file, self.slot, self.tag = None, -1, 0
 
     def after_fork(self) -> None:
         """In a forked child: the slot stays the parent's, its lock is closed, and no thread of the parent is here."""
         self._queue, self._calls = threading.RLock(), 0
-        self._fd, self.slot, self.tag = -1, -1, 0
+        self._file, self.slot, self.tag = None, -1, 0
         self.unreturned = []
 
 

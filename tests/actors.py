@@ -47,7 +47,7 @@ class Actor:
         """Start `function(state, *arguments)` in the process."""
         self._connection.send((function, arguments))
 
-    def answer(self, seconds: float = 60) -> Any:
+    def answer(self, seconds: float = 300) -> Any:
         """What the function that was begun returned; raises what it raised, TimeoutError if it takes too long."""
         if not self._connection.poll(seconds):
             raise TimeoutError(f"no answer within {seconds} s")
@@ -118,4 +118,4 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     """Run Python code in a process of its own, which must end well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)

@@ -56,6 +56,7 @@ BAD_TOKENS = [
     Bad("ragged", [[1, 2], [3]], (TypeError, ValueError), "tokens"),
     Bad("empty", [], ValueError, "empty"),
     Bad("empty_array", np.empty(0, np.uint32), ValueError, "empty"),
+    Bad("masked_array", np.ma.MaskedArray(np.arange(48, dtype=np.uint32), mask=True), TypeError, "MaskedArray"),
     Bad("none", None, TypeError, "None"),
     Bad("holding_none", [1, None], TypeError, "None"),
     Bad("one_number", 5, TypeError, "5"),

@@ -265,6 +265,7 @@ def test_a_process_that_attached_and_exited_does_not_take_the_segment_with_it(
 
 def open_and_unlink_for_a_while(state: SimpleNamespace, name: str, seconds: float) -> int:
     """Open, use and unlink `name` again and again; how often. Only documented errors are expected."""
+    RadixCache.open(name, max_blocks=64).close()  # the first use in a process takes long: before the clock starts
     rounds, deadline = 0, time.monotonic() + seconds
     while time.monotonic() < deadline:
         with RadixCache.open(name, max_blocks=64) as cache:
@@ -281,7 +282,7 @@ def test_opening_and_unlinking_in_several_processes_at_once_leaves_nothing(name:
     try:
         for actor in actors:
             actor.begin(open_and_unlink_for_a_while, name, 1.5)
-        assert all(actor.answer() > 3 for actor in actors)
+        assert all(actor.answer() > 10 for actor in actors)
     finally:
         for actor in actors:
             actor.kill()

@@ -212,7 +212,7 @@ def test_a_full_shared_memory_is_an_error_at_creation_that_says_what_is_needed(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=7, f_frsize=4096))
     with pytest.raises(errors.SharedMemoryFull) as raised:
         RadixCache.create(name, max_blocks=100_000)
     assert raised.value.errno == errno.ENOSPC
@@ -228,7 +228,7 @@ def test_a_full_shared_memory_is_an_error_at_creation_that_says_what_is_needed(
 def test_what_cannot_fit_is_refused_before_anything_is_reserved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved = []
     monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: reserved.append(arguments))
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=7, f_frsize=4096))
     with pytest.raises(errors.SharedMemoryFull, match="max_blocks"):
         RadixCache.create(name, max_blocks=100_000)
     assert not reserved

@@ -1,4 +1,4 @@
-"""What the kill test kills: workers that use a cache, or a lock, for ever, and what they let their killer know.
+"""What the kill test kills: workers that do all that can be done with a cache, for ever, and what must hold after.
 
 A seat is a row that one process at a time has: what it is doing, and since when. Seats are in anonymous shared
 memory, which survives whoever dies. The second half of the seats is for children that workers fork.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import mmap
 import os
 import random
@@ -15,19 +16,33 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import posix_ipc
-from ledger import HELD, Ledger, Prompt, Prompts
+from ledger import AWAY, HELD, OFFERED, SHARED_PREFIXES, Ledger, Prompt, Prompts
 from numpy.typing import NDArray
 from stress import Worker, require
 
-from shmradix import InsertAcquired, PrefixMatch, RadixCache, SegmentExists, SegmentNotFound
+from shmradix import InsertAcquired, PrefixMatch, RadixCache
+from shmradix.errors import SegmentExists, SegmentNotFound
 
 IDLE, LOOKUP, RELEASE, INSERT, EVICT, CLEAR, PEEK, ATTACH, CREATE, FORK, SECTION = range(11)
-DOING = ("between calls", "lookup", "release", "insert", "evict", "clear", "peek", "attach", "create", "fork", "section")
+DOING = (
+    "between calls",
+    "lookup",
+    "release",
+    "insert",
+    "evict",
+    "clear",
+    "peek",
+    "attach",
+    "create",
+    "fork",
+    "section",
+)
 
 SEAT = np.dtype(
     [
@@ -39,10 +54,13 @@ SEAT = np.dtype(
         ("cleared_at", "<i8"),  # when its last clear had returned
         ("beat", "<i8"),  # when it last finished an operation
         ("gap", "<i8"),  # the longest time between two
+        ("gap_stopped", "<i8"),  # the longest in which somebody else was stopped
         ("operations", "<i8"),
         ("wrong", "<i8"),
     ]
 )
+SHM = Path("/dev/shm")
+BLOCKS = 4096  # ids; the cache holds three quarters of them
 SIDES = 2  # caches that are made and unlinked beside
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,6 +69,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def shared_array(dtype: Any, count: int) -> Any:
     """An array in anonymous memory that forked processes share."""
     return np.frombuffer(mmap.mmap(-1, max(np.dtype(dtype).itemsize * count, 1)), dtype, count)
+
+
+STOPPED_UNTIL = shared_array("<i8", 1)
+"""When the last worker that was stopped was killed."""
 
 
 def die_with_parent() -> None:
@@ -65,8 +87,9 @@ class Stock(Prompts):
         super().__init__(seed, 0)
         self._random = np.random.default_rng([seed, 1])
         drawn = [super(Stock, self).draw() for _ in range(size)]
-        self._prefixes = [np.concatenate([drawn[i].tokens for i in range(k, k + 40)]) for k in range(0, 120, 40)]
-        self._stock = drawn + [super(Stock, self).draw() for _ in range(size // 3)]
+        long = [np.concatenate([prompt.tokens for prompt in drawn[i : i + 40]]) for i in range(0, 120, 40)]
+        self._prefixes = long * (SHARED_PREFIXES // len(long))
+        self._stock = drawn + [super(Stock, self).draw() for _ in range(size)]
 
     def draw(self) -> Prompt:
         return random.choice(self._stock)
@@ -91,6 +114,7 @@ class Victim(Worker):
             (self.store_by_tokens, INSERT, 4),
             (self.peek, PEEK, 8),
             (self.evict_some, EVICT, 4),
+            (self.hammer, LOOKUP, 4),
             (self.clear, CLEAR, 0.01),
             (self.attach_again, ATTACH, 0.15),
             (self.create_beside, CREATE, 0.15),
@@ -118,6 +142,11 @@ class Victim(Worker):
         self.seat["evicting"] = 0
         self.seat["doing"] = before
 
+    def clears_begun(self) -> int:
+        """Differs from what it was before if a clear may have hidden anything in between."""
+        begun = super().clears_begun()
+        return -time.monotonic_ns() if self.seats["clearing"].any() else begun
+
     def clear(self) -> None:
         self.seat["clearing"] = 1
         super().clear()
@@ -132,7 +161,7 @@ class Victim(Worker):
     def store_by_tokens(self) -> None:
         """Look up, store the rest and release, all by the tokens and with no match."""
         prompt = self.prompts.draw()
-        how: dict[str, Any] = dict(adapter_id=prompt.adapter_id, salt=prompt.salt, block_keys=prompt.block_keys)
+        how: dict[str, Any] = {"adapter_id": prompt.adapter_id, "salt": prompt.salt, "block_keys": prompt.block_keys}
         match = self.look_up(prompt)
         known = len(match.matched_blocks)
         own = self.take(prompt.full_blocks - known) if known else None
@@ -145,14 +174,25 @@ class Victim(Worker):
                 match.release()
             return
         self.offered_at[own] = time.monotonic_ns()
-        clears = self.clears_begun()
-        self.note_offer(prompt, own)
+        content = self.ledger.content
+        content["stored_at"][own] = 0
+        content["tokens"][own] = prompt.chunks[known:]
+        content["key"][own] = prompt.keys[known : prompt.full_blocks]
+        content["parent"][own] = prompt.chain[known:-1]
+        content["prefix"][own] = prompt.chain[known + 1 :]
+        self.ledger.held[self.number, own] = OFFERED
+        self.seat["doing"] = INSERT
         table = np.concatenate([match.matched_blocks, own])
         acquired = self.cache.insert(prompt.tokens, table, matched_tokens=match.matched_tokens, **how)
         stored = self.settle(prompt, own, known, acquired)
-        require(clears == self.clears_begun() or not acquired.stale or not stored, "a stale insert stored something")
         self.check_content(prompt, list(stored.values()), list(stored.keys()))
         self.cache.release(prompt.tokens, **how)
+
+    def hammer(self) -> None:
+        """One prompt again and again, hardly ever outside the cache."""
+        prompt = self.prompts.draw()
+        for _ in range(16):
+            self.cache.lookup(prompt.tokens, adapter_id=prompt.adapter_id, salt=prompt.salt).release()
 
     def attach_again(self) -> None:
         """Close with leases in hand, or without, and attach anew."""
@@ -197,16 +237,16 @@ class Victim(Worker):
 
 def take_seat(seat: Any, pid: int) -> None:
     """Say that a new process has the seat."""
-    for field, value in (("slot", -1), ("doing", ATTACH), ("evicting", 0), ("clearing", 0)):
-        seat[field] = value
+    seat["slot"], seat["doing"] = -1, ATTACH
     seat["beat"] = time.monotonic_ns()
     seat["pid"] = pid
 
 
 def beat(seat: Any) -> None:
     """An operation is done."""
-    now = time.monotonic_ns()
-    seat["gap"] = max(int(seat["gap"]), now - int(seat["beat"]))
+    now, before = time.monotonic_ns(), int(seat["beat"])
+    gap = "gap_stopped" if before < STOPPED_UNTIL[0] else "gap"
+    seat[gap] = max(int(seat[gap]), now - before)
     seat["beat"] = now
     seat["operations"] += 1
 
@@ -223,107 +263,137 @@ def live(seat: Any, work: Callable[[], None]) -> None:
     os._exit(3)
 
 
-# --- locks around a trivial section, two of them broken
+class CacheJob:
+    """All operations of one cache."""
+
+    def __init__(self, cache: RadixCache, path: str, seats: Any, seed: int) -> None:
+        self.cache, self.seats = cache, seats
+        self.word = cache._segment.views.guards["owner"][:1].data
+        self.ledger = Ledger(path, len(seats), BLOCKS)
+        self.offered_at = shared_array("<i8", BLOCKS)
+        self.stock = Stock(seed)
+        self.random = random.Random(seed)
+        self.may_be_missing = self.lost = self.cut_short = self.found = self.checks = 0
+        self.last_clear = 0
+        self.died_in: Counter[str] = Counter()
+        self.share_out(np.zeros(BLOCKS, np.int64))
+
+    def work(self, number: int) -> None:
+        attaches = random.Random(os.getpid()).random() < 0.5
+        cache = RadixCache.attach(self.cache.name) if attaches else self.cache
+        Victim(cache, self.ledger, self.stock, self.seats, self.offered_at, number).run_for_ever(os.getpid() != 1)
+
+    def owners(self) -> dict[int, int]:
+        return {int(self.seats["slot"][seat]) + 1: seat for seat in np.flatnonzero(self.seats["pid"] > 0).tolist()}
+
+    def died(self, number: int) -> None:
+        seat = self.seats[number]
+        self.died_in[DOING[seat["doing"]]] += 1
+        self.cut_short += int(seat["doing"] == INSERT)
+        self.may_be_missing += int(seat["evicting"])
+        if seat["clearing"]:
+            self.may_be_missing += BLOCKS
+            self.last_clear = time.monotonic_ns()
+
+    def check(self, quiet: bool) -> list[str]:
+        if not quiet:
+            return [f"verify beside living workers: {violation}" for violation in self.cache.verify()]
+        self.cache.reap()
+        wrong = [f"verify: {violation}" for violation in self.cache.verify()]
+        stats = self.cache.stats()
+        if stats.leases or stats.blocks_leased or stats.workers != 1:
+            wrong.append(f"after all have died: {stats}")
+        views = self.cache._segment.views
+        nodes: Any = views.nodes
+        live = np.flatnonzero(nodes["born"] != 0)
+        live = live[live > self.cache._segment.geometry.max_namespaces]
+        in_tree = np.bincount(nodes["block"][live], minlength=BLOCKS)
+        held = (self.ledger.held == HELD).any(axis=0)
+        acknowledged = (self.ledger.content["stored_at"] != 0) & ~held
+        missing = int((acknowledged & (in_tree == 0)).sum())
+        if len(in_tree) > BLOCKS or (in_tree > 1).any():
+            wrong.append(f"blocks in two nodes: {np.flatnonzero(in_tree > 1).tolist()}")
+        if (held & (in_tree > 0)).any():
+            wrong.append(f"blocks in a node and in a worker's hands: {np.flatnonzero(held & (in_tree > 0)).tolist()}")
+        if missing > self.may_be_missing:
+            wrong.append(f"{missing} acknowledged blocks are gone, evictions cut short took {self.may_be_missing}")
+        self.lost += int((~held & (in_tree == 0)).sum())
+        self.checks += 1
+        wrong += self.check_nodes(live[np.argsort(nodes["born"][live])], acknowledged)
+        self.share_out(in_tree)
+        self.may_be_missing = 0
+        return wrong
+
+    def check_nodes(self, live: Any, acknowledged: Any) -> list[str]:
+        """Every node holds what was noted for its block; every path of this epoch is found by a lookup."""
+        views, content, wrong = self.cache._segment.views, self.ledger.content, []
+        nodes: Any = views.nodes
+        epoch = int(views.state["epoch"][0])
+        cleared = max(self.last_clear, int(self.seats["cleared_at"].max()))
+        paths: dict[int, tuple[Any, list[int], int]] = {}  # node: running digest, its path, its root
+        for node in live.tolist():
+            parent, block = int(nodes["parent"][node]), int(nodes["block"][node])
+            if parent in paths:
+                running, path, root = paths[parent]
+            else:
+                namespace, path, root = views.namespaces[parent], [], parent
+                salt = b"tenant" if namespace["salt"].any() else None
+                running = hashlib.blake2b(repr((int(namespace["adapter_id"]), salt)).encode(), digest_size=8)
+            running = running.copy()
+            running.update(views.tokens[node].tobytes() + nodes["block_key"][node].tobytes())
+            paths[node] = running, [*path, node], root
+            if int.from_bytes(running.digest(), "little") != int(content["prefix"][block]):
+                wrong.append(f"block {block} of node {node} holds something else than what was inserted")
+            hidden = int(views.namespaces["epoch"][root]) != epoch
+            if hidden and acknowledged[block] and self.offered_at[block] > cleared:
+                wrong.append(f"block {block} is hidden, and was inserted after the last clear()")
+        leaves = [node for node in paths if not nodes["first_child"][node]]
+        for node in self.random.sample(leaves, min(len(leaves), 50)):
+            _, path, root = paths[node]
+            if int(views.namespaces["epoch"][root]) == epoch:
+                wrong += self.look_up(path, views.namespaces[root])
+        return wrong[:10]
+
+    def look_up(self, path: list[int], namespace: Any) -> list[str]:
+        views = self.cache._segment.views
+        salt, keys = (b"tenant" if namespace["salt"].any() else None), views.nodes["block_key"][path]
+        tokens, block_keys = views.tokens[path].ravel(), keys if keys.any() else None
+        self.found += 1
+        with self.cache.lookup(
+            tokens, adapter_id=int(namespace["adapter_id"]), salt=salt, block_keys=block_keys
+        ) as match:
+            right = np.array_equal(match.matched_blocks, views.nodes["block"][path])
+        return [] if right else [f"the path of nodes {path} is not found"]
+
+    def share_out(self, in_tree: Any) -> None:
+        """Give every id that is in no node to some seat, and take what is in one for acknowledged."""
+        out = np.flatnonzero(in_tree == 0)
+        self.ledger.held[:] = AWAY
+        self.ledger.held[np.arange(len(out)) % len(self.seats), np.random.default_rng(len(out)).permutation(out)] = HELD
+        self.ledger.content["stored_at"][out] = 0
+        unheard = (in_tree > 0) & (self.ledger.content["stored_at"] == 0)
+        self.ledger.content["stored_at"][unheard] = time.monotonic_ns()
+
+    def report(self, kills: int) -> list[str]:
+        stats, wrong = self.cache.stats(), []
+        line(
+            "takeovers",
+            f"{stats.recoveries} ({stats.recoveries / max(kills, 1):.1%} of the kills left the guard owned)",
+        )
+        line("rebuilds", f"{stats.rebuilds}, {stats.rebuild_ns / max(stats.rebuilds, 1) / 1e3:.0f} µs each")
+        line("died in", ", ".join(f"{what} {number}" for what, number in self.died_in.most_common()))
+        line("inserts", f"{stats.inserts:,}, and {self.cut_short} cut short")
+        line("evicted, cleared", f"{stats.evicted_blocks:,} blocks, {int(self.ledger.clears_begun.sum())} times")
+        line("lost ids", f"{self.lost} in {self.checks} checks of all blocks; {self.found} paths were looked up")
+        if kills >= 1000 and not (stats.recoveries and stats.rebuilds):
+            wrong.append("no kill left the guard owned: this run says nothing")
+        for side in range(SIDES):
+            name = f"{self.cache.name}-{side}"
+            with contextlib.suppress(SegmentNotFound):
+                RadixCache.unlink(name)
+            wrong += [f"{path.name} is left in {SHM}" for path in SHM.glob(f"*shmradix.{name}*")]
+        return wrong
 
 
-class Lock(Protocol):
-    """What a section is done under."""
-
-    def acquire(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class SemaphoreLock:
-    """Broken: a semaphore that nobody posts when its holder is killed."""
-
-    def __init__(self, name: str) -> None:
-        self._semaphore = posix_ipc.Semaphore(f"/shmradix.{name}.lock")
-
-    def acquire(self) -> None:
-        self._semaphore.acquire()
-
-    def release(self) -> None:
-        self._semaphore.release()
-
-
-class OwnedSemaphoreLock:
-    """Broken: a semaphore and a word that says who has it, in two steps; a dead owner's lock is taken over."""
-
-    def __init__(self, name: str, owner: Any) -> None:
-        self._semaphore = posix_ipc.Semaphore(f"/shmradix.{name}.lock")
-        self._owner = owner
-
-    def acquire(self) -> None:
-        while True:
-            try:
-                self._semaphore.acquire(0.02)
-                break
-            except posix_ipc.BusyError:
-                owner = int(self._owner[0])
-                if owner and not os.path.exists(f"/proc/{owner}"):
-                    break
-        self._owner[0] = os.getpid()
-
-    def release(self) -> None:
-        self._owner[0] = 0
-        self._semaphore.release()
-
-
-class GuardLock:
-    """The cache's own guard, held while Python runs."""
-
-    kernels: tuple[Any, Any] | None = None
-
-    @classmethod
-    def compile(cls) -> None:
-        """Compile two entry points that only take the guard and give it back; once, before workers are forked."""
-        import numba
-
-        from shmradix import guard
-        from shmradix.views import open_views
-
-        def take(handle, tag, now):  # type: ignore[no-untyped-def]
-            return (0 if guard.acquire(open_views(handle), 0, tag, now) else 1), 0
-
-        def give(handle, tag, now):  # type: ignore[no-untyped-def]
-            return 0, 1 if guard.release(open_views(handle), 0) else 0
-
-        signature = numba.types.UniTuple(numba.int64, 2)(numba.int64, numba.int64, numba.int64)
-        cls.kernels = numba.njit(signature, nogil=True)(take), numba.njit(signature, nogil=True)(give)
-
-    def __init__(self, name: str) -> None:
-        self._worker = RadixCache.attach(name)._worker
-
-    def acquire(self) -> None:
-        assert self.kernels is not None
-        self._worker.run(self.kernels[0])
-
-    def release(self) -> None:
-        assert self.kernels is not None
-        self._worker.run(self.kernels[1])
-
-
-COUNTER = np.dtype([("first", "<i8"), ("second", "<i8"), ("inside", "<i8"), ("owner", "<i8"), ("met", "<i8")])
-
-
-def count_for_ever(lock: Lock, counter: Any, counted: Any, seat: Any, number: int) -> None:
-    """Add one to a counter of two words under the lock; note whoever else is inside. What a dead one left is mended."""
-    killer = os.getppid()
-    while os.getppid() == killer:
-        seat["doing"] = SECTION
-        lock.acquire()
-        counter["inside"] = number + 1
-        total = int(max(counter["first"], counter["second"])) + 1
-        counter["first"] = total
-        for _ in range(random.randrange(200)):
-            pass
-        counter["second"] = total
-        if counter["inside"] != number + 1:
-            counter["met"] += 1
-        counter["inside"] = 0
-        lock.release()
-        counted[number] += 1
-        seat["doing"] = IDLE
-        beat(seat)
-    os._exit(0)
+def line(what: str, figure: str) -> None:
+    print(f"{what:18}{figure}")

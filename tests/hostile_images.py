@@ -1,0 +1,326 @@
+"""Damaged images of small segments, each made again from a seed and its number."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmradix import layout
+from shmradix.layout import Geometry, Views
+from shmradix.parking import MAX_GENERATION, tag_of
+from tests.hostile_bases import Base, bases
+
+WHOLE = 1 << 32
+LAST = (1 << 63) - 1
+PAGE = 4096
+
+
+# --- one image --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Image:
+    """A base's bytes, on the way to be damaged."""
+
+    number: int
+    base: Base
+    chance: np.random.Generator
+    kind: str = ""
+    are_alive: bool = False  # the base's workers, and so their leases
+    is_dirty: bool = False  # a worker died while it changed derived data
+    is_rebuilt: bool = False  # likewise, and all that is damaged is derived
+
+    def __post_init__(self) -> None:
+        self.data = self.base.image.copy()
+
+    @property
+    def views(self) -> Any:
+        return self.base.geometry.views(self.data)
+
+    def live(self, section: str) -> list[int]:
+        """The records in use, or all of them where none is, or none can be."""
+        records = getattr(self.views, section)
+        if "born" not in (records.dtype.names or ()):
+            return list(range(1, len(records)))
+        return np.flatnonzero(records["born"]).tolist() or [1]
+
+    def any_of(self, choices: Any) -> Any:
+        return choices[int(self.chance.integers(len(choices)))]
+
+    def die(self, dirty: bool = True) -> None:
+        """Leave the guard in the hands of a worker that is dead."""
+        self.views.guards["owner"][0] = tag_of(self.any_of([0, 1, 2]), 1 << 40)
+        self.views.guards["dirty"][0] = int(dirty)
+        self.is_dirty = dirty
+
+
+class Change(NamedTuple):
+    """One damage to one base."""
+
+    kind: str
+    base: int
+    do: Callable[[Image], None]
+    derived: bool = False  # only what a rebuild makes anew
+
+
+def _byte(at: int, value: int | None, image: Image) -> None:
+    image.data[at] = image.chance.integers(256) if value is None else value
+
+
+def _field(section: str, field: str | None, value: int, one: bool, image: Image) -> None:
+    records = getattr(image.views, section)
+    column = records if field is None else records[field]
+    column[image.any_of(image.live(section)) if one and len(records) > 1 else slice(None)] = value
+
+
+def _add(field: str, amount: int, image: Image) -> None:
+    state = image.views.state
+    state[field][0] = (int(state[field][0]) + amount) % WHOLE
+
+
+def _section(name: str, how: str, image: Image) -> None:
+    section = next(s for s in image.base.geometry.sections() if s.name == name)
+    part = image.data[section.offset : section.offset + section.nbytes]
+    part[:] = {"zero": 0, "ones": 0xFF}[how] if how != "random" else image.chance.integers(0, 256, len(part), np.uint8)
+
+
+def _noise(name: str, how: str, image: Image) -> None:
+    """Bits or bytes of one section, 1 to 64 of them."""
+    section = next(s for s in image.base.geometry.sections() if s.name == name)
+    count = int(image.chance.choice([1, 1, 1, 2, 3, 8, 64, image.chance.integers(1, 65)]))
+    for at in (section.offset + image.chance.integers(section.nbytes, size=count)).tolist():
+        if how == "bits":
+            image.data[at] ^= 1 << int(image.chance.integers(8))
+        else:
+            image.data[at] = image.chance.integers(256)
+
+
+CHAINS = ("hash_next", "next_sibling", "prev_sibling", "parent", "free_node", "free_namespace", "free_lease")
+
+
+def _cycle(chain: str, length: int, image: Image) -> None:
+    """Let a chain lead in a circle of so many records, where it has as many."""
+    views = image.views
+    records, field = views.nodes, chain
+    live = [node for node in image.live("nodes") if chain == "hash_next" or node > image.base.geometry.max_namespaces]
+    if chain.startswith("free_"):
+        section = "leases" if chain == "free_lease" else "nodes"
+        records, field = getattr(views, section), "next_free" if chain == "free_lease" else "hash_next"
+        low, used = {"free_node": (1 + image.base.geometry.max_namespaces, "nodes_used"),
+                     "free_namespace": (1, "namespaces_used"), "free_lease": (1, "leases_used")}[chain]  # fmt: skip
+        free = np.flatnonzero(records["born"][low : int(views.state[used][0])] == 0) + low
+        live = free.tolist() or [low]
+        views.state[chain][0] = live[0]
+    ring = image.chance.permutation(live or [1])[:length].tolist()
+    for node, following in zip(ring, [*ring[1:], *ring[:1]]):
+        records[field][node] = following
+    if chain == "hash_next":
+        views.buckets[int(views.nodes["hash"][ring[0]]) & (len(views.buckets) - 1)] = ring[0]
+    if chain == "next_sibling" and image.chance.integers(2):
+        views.nodes["first_child"][int(views.nodes["parent"][ring[0]]) % len(views.nodes)] = ring[0]
+
+
+HEAPS = ("twice", "all one", "none", "roots", "dead", "shuffled", "upside down", "early", "late", "positions", "empty",
+         "larger", "full")  # fmt: skip
+
+
+def _heap(how: str, image: Image) -> None:
+    views, size = image.views, int(image.views.state["heap_size"][0])
+    entries = views.heap[1 : max(size, 2) + 1]
+    first = 1 + image.base.geometry.max_namespaces
+    if how == "twice":
+        entries["node"][-1] = entries["node"][0]
+    elif how in ("all one", "none", "roots", "dead"):
+        dead = np.flatnonzero(views.nodes["born"][first:] == 0)
+        entries["node"] = {"all one": entries["node"][0], "none": 0, "roots": 1,
+                           "dead": first + dead[-1] if len(dead) else 0}[how]  # fmt: skip
+    elif how == "shuffled":
+        entries["node"] = image.chance.permutation(entries["node"])
+    elif how == "upside down":
+        entries["last_use"] = entries["last_use"][::-1].copy()
+    elif how in ("early", "late"):
+        entries["last_use"] = -LAST - 1 if how == "early" else LAST
+    elif how == "positions":
+        views.nodes["heap_position"][first:] = image.chance.integers(0, len(views.heap), len(views.nodes) - first)
+    elif how == "empty":
+        views.nodes["heap_position"] = 0
+        views.state["heap_size"] = 0
+    else:
+        views.state["heap_size"] = min(size + 1, WHOLE - 1) if how == "larger" else len(views.heap) - 1
+
+
+BIRTHS = ("equal", "negative", "least", "huge", "last", "one", "older child", "like a lease", "used later",
+          "used never", "clock 0", "clock back", "clock last", "clock least", "epoch on", "epoch back", "epoch last",
+          "no root", "all dead", "all alive")  # fmt: skip
+
+
+def _births(how: str, image: Image) -> None:
+    views = image.views
+    nodes, state = views.nodes, views.state
+    node, other = image.any_of(image.live("nodes")), image.any_of(image.live("nodes"))
+    lease, clock, epoch = image.any_of(image.live("leases")), int(state["clock"][0]), int(state["epoch"][0])
+    born = {"equal": nodes["born"][other], "negative": min(-int(nodes["born"][node]), LAST), "least": -LAST - 1,
+            "huge": 1 << 60, "last": LAST, "one": 1, "like a lease": views.leases["born"][lease]}  # fmt: skip
+    values = {"0": 0, "on": min(epoch + 1, LAST), "last": LAST, "least": -LAST - 1}
+    if how in born:
+        nodes["born"][node] = born[how]
+    elif how == "older child":
+        nodes["born"][nodes["parent"][node] % len(nodes)] = min(int(nodes["born"][node]) + 1, LAST)
+    elif how.startswith("used"):
+        nodes["last_use"][node] = LAST if how == "used later" else -LAST - 1
+    elif how == "no root":
+        nodes["born"][1 : 1 + image.base.geometry.max_namespaces] = 0
+    elif how.startswith("all"):
+        nodes["born"][1:] = 0 if how == "all dead" else np.arange(1, len(nodes))
+    elif how == "epoch back":
+        state["epoch"] = max(epoch - 1, -LAST - 1)
+    elif how == "clock back":
+        state["clock"] = clock // 2
+    else:
+        field, value = how.split()
+        state[field] = values[value]
+
+
+def _owner(word: int, dirty: int, image: Image) -> None:
+    image.views.guards["owner"][0], image.views.guards["dirty"][0] = word, dirty
+
+
+def _resize(size: int, image: Image) -> None:
+    more = max(size - len(image.data), 0)
+    image.data = np.concatenate([image.data[:size], np.zeros(more, np.uint8)])
+
+
+def _other_geometry(changed: dict[str, int], image: Image) -> None:
+    """A header that is right for other sizes than those that the rest was written with."""
+    sizes = {field: getattr(image.base.geometry, field) for field in layout.LIMITS}
+    geometry = Geometry(**{**sizes, **changed})
+    for field in layout.LIMITS:
+        image.views.header[field] = getattr(geometry, field)
+    image.views.header["bucket_count"], image.views.header["size"] = geometry.bucket_count, geometry.size
+    _resize(geometry.size, image)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------
+
+MARKS = ("nodes_used", "namespaces_used", "leases_used")
+TOTALS = ("free_node", "free_namespace", "free_lease", "live_blocks", "live_namespaces", "live_leases", "heap_size")
+DERIVED = {"hash", "leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "next_free"}
+INDEXES = {
+    "nodes": ("parent", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "leases", "hash"),
+    "leases": ("worker", "node", "anchor", "depth", "next_free", "partial_tokens"),
+    "heap": ("node",), "buckets": (None,),
+}  # fmt: skip
+OWNERS = [0, 1, 3, 4, 0xFFFF, 1 << 16, (1 << 16) + 4, (1 << 40) + 0xFFFF, 1 << 62, (1 << 62) + 1, -1, -(1 << 63), LAST,
+          tag_of(0, 1), tag_of(0, 2), tag_of(2, 1), tag_of(1, MAX_GENERATION - 1)]  # fmt: skip
+GEOMETRIES = [{"max_blocks": 200}, {"max_blocks": 1}, {"block_size": 64}, {"block_size": 1}, {"max_leases": 500},
+              {"max_leases": 1}, {"max_workers": 200}, {"max_workers": 1}, {"max_namespaces": 100},
+              {"max_namespaces": 1}, {"max_snapshots": 50}, {"max_blocks": 1, "max_namespaces": 26}]  # fmt: skip
+
+
+def systematic(all_bases: list[Base]) -> Iterator[Change]:
+    """Every damage of which there is a list."""
+    for at, value in itertools.product(range(104), (0, 1, 0x7F, 0x80, 0xFF, None)):
+        yield Change("header byte", at % len(all_bases), partial(_byte, at, value))
+    for at in range(104, PAGE, 64):
+        yield Change("header byte, unused", at % len(all_bases), partial(_byte, at, None))
+    for b, base in enumerate(all_bases):
+        geometry = base.geometry
+        most = {"nodes": geometry.node_count, "leases": geometry.node_count, "heap": geometry.node_count,
+                "buckets": geometry.node_count, "heap_position": 1 + geometry.max_blocks,
+                "next_free": 1 + geometry.max_leases, "worker": geometry.max_workers}  # fmt: skip
+        for section, fields in INDEXES.items():
+            for field, one, value in itertools.product(fields, (True, False), (-1, 0, 1, WHOLE)):
+                top = most.get(field or section, most[section])
+                bad = WHOLE - 1 if value == WHOLE else top + value
+                is_derived = section in ("heap", "buckets") or field in DERIVED
+                yield Change(f"index {section}", b, partial(_field, section, field, bad, one), is_derived)
+        for field, value in itertools.product(TOTALS + MARKS, (0, 1, 7, 24, 25, 28, 29, 1 << 31, WHOLE - 1)):
+            yield Change("total or mark", b, partial(_field, "state", field, value, False), field in TOTALS)
+        for field, amount in itertools.product(TOTALS + MARKS, (1, -1)):
+            yield Change("total or mark", b, partial(_add, field, amount), field in TOTALS)
+        for chain, length in itertools.product(CHAINS, (1, 2, 3, 30)):
+            yield Change(f"cycle {chain}", b, partial(_cycle, chain, length), chain != "parent")
+        for how in HEAPS:
+            yield Change("heap", b, partial(_heap, how), True)
+        for how in BIRTHS:
+            yield Change("births and clock", b, partial(_births, how))
+        for word, dirty in itertools.product(OWNERS, (0, 1, -1)):
+            yield Change("owner word", b, partial(_owner, word, dirty))
+        for section, how in itertools.product(Views._fields, ("zero", "ones", "random")):
+            yield Change(f"section {how}", b, partial(_section, section, how), section in ("heap", "buckets"))
+        edges = {s.offset + d for s in geometry.sections() for d in (-1, 0, 1)} | {geometry.size + d for d in (-1, 1)}
+        for size in sorted({*edges, *range(0, geometry.size + PAGE, PAGE), PAGE - 1, 8, 2 * geometry.size} - {-1}):
+            if size != geometry.size:
+                yield Change("size", b, partial(_resize, size))
+        for changed in GEOMETRIES:
+            yield Change("other geometry", b, partial(_other_geometry, changed))
+    for value in (0, 0xFF):
+        yield Change("whole", 0, lambda image, value=value: image.data.fill(value))  # type: ignore[misc]
+
+
+class Plan:
+    """All images of a seed: the listed damages in an order of the seed's, then random ones without end."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.bases = seed, bases()
+        self.changes = list(systematic(self.bases))
+        self.order = np.random.default_rng(seed).permutation(len(self.changes)).tolist()
+
+    def image(self, number: int) -> Image:
+        """Image `number`, from 0."""
+        chance = np.random.default_rng([self.seed, number])
+        if number < len(self.order):
+            change = self.changes[self.order[number]]
+            image = Image(number, self.bases[change.base], chance, change.kind)
+            change.do(image)
+            image.are_alive = bool(chance.integers(2))
+            return image
+        image = Image(number, self.bases[int(chance.integers(len(self.bases)))], chance)
+        draw: list[Callable[[Image], None]] = [
+            self._noise,
+            self._noise,
+            self._several,
+            self._rebuild,
+            self._rebuild_any,
+        ]
+        draw[int(chance.integers(len(draw)))](image)
+        return image
+
+    def _noise(self, image: Image) -> None:
+        names = [s.name for s in image.base.geometry.sections() if s.nbytes and s.name != "header"]
+        chosen = [image.any_of(names) for _ in range(int(image.chance.choice([1, 1, 1, 2, 4])))]
+        how = image.any_of(["bits", "bytes"])
+        for name in chosen:
+            _noise(name, how, image)
+        image.kind, image.are_alive = f"noise, {how}", bool(image.chance.integers(2))
+
+    def _changes(self, image: Image, derived: bool) -> list[Change]:
+        here = [c for c in self.changes if self.bases[c.base] is image.base and (c.derived or not derived)]
+        return [image.any_of([c for c in here if c.kind not in ("size", "other geometry", "whole")])
+                for _ in range(int(image.chance.integers(1, 5)))]  # fmt: skip
+
+    def _several(self, image: Image) -> None:
+        for change in self._changes(image, False):
+            change.do(image)
+        image.kind, image.are_alive = "several", bool(image.chance.integers(2))
+
+    def _rebuild(self, image: Image) -> None:
+        """A dead owner that left derived data in any state whatever."""
+        for change in self._changes(image, True):
+            change.do(image)
+        for name in ("heap", "buckets"):
+            if image.chance.integers(4) == 0:
+                _noise(name, "bytes", image)
+        image.die()
+        image.kind, image.is_rebuilt = "rebuild", True
+
+    def _rebuild_any(self, image: Image) -> None:
+        """The same where truth is damaged, too."""
+        self._noise(image) if image.chance.integers(2) else self._several(image)
+        image.die(dirty=bool(image.chance.integers(4)))
+        image.kind, image.are_alive = "rebuild of damaged truth", bool(image.chance.integers(2))

@@ -1,0 +1,232 @@
+"""`verify` names the damage: one field is changed, and the invariant that it breaks is reported by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmradix import RadixCache, verify
+from shmradix.layout import NO_BLOCK
+from tests.conftest import fresh_name, remove_all
+
+WHOLE = 1 << 32
+HUGE = 1 << 60
+STEM, LEFT, RIGHT, LEASED = [1] * 4, [2] * 4, [3] * 4, [4] * 8
+
+
+class Patient:
+    """A cache with two namespaces, siblings, a lease, and free records of every kind; its nodes by their blocks."""
+
+    def __init__(self) -> None:
+        self.cache = cache = RadixCache.create(
+            fresh_name(), block_size=4, max_blocks=12, max_leases=5, max_workers=3, max_namespaces=3
+        )
+        for tokens, table, salt in (
+            ([8] * 8, [90, 91], None), ([9] * 4, [92], b"gone"), ([*STEM, *LEFT], [10, 11], None),
+            ([*STEM, *RIGHT], [10, 12], None), (STEM, [30], b"salt"),
+        ):  # fmt: skip
+            cache.insert(tokens, table, salt=salt)
+            cache.release(tokens, salt=salt)
+        assert sorted(cache.evict(3).blocks.tolist()) == [90, 91, 92]
+        cache.lookup(STEM)
+        cache.insert(LEASED, [20, 21])
+        cache.lookup(STEM).release()
+        self.views: Any = cache._segment.views
+        self.bytes = np.ndarray(cache._segment.geometry.size, np.uint8, cache._segment._map)
+        self.whole = self.bytes.copy()
+        self.root = int(self.views.nodes["parent"][self.node(10)])
+        self.other_root = int(self.views.nodes["parent"][self.node(30)])
+
+    def node(self, block: int) -> int:
+        (node,) = np.flatnonzero(self.views.nodes["block"] == block)
+        return int(node)
+
+    @property
+    def lease(self) -> int:
+        """That of the deepest node."""
+        (lease,) = np.flatnonzero(self.views.leases["node"] * (self.views.leases["born"] != 0) == self.node(21))
+        return int(lease)
+
+    @property
+    def free_node(self) -> int:
+        return int(self.views.state["free_node"][0])
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Patient]:
+    patient = Patient()
+    yield patient
+    patient.bytes[:] = patient.whole
+    patient.cache.close()
+    remove_all(patient.cache.name)
+
+
+@pytest.fixture
+def patient(shared: Patient) -> Patient:
+    shared.bytes[:] = shared.whole
+    return shared
+
+
+Where = Callable[[Patient], Any]  # the index of a record, or a value
+
+
+def state(field: str, value: int | Where) -> Callable[[Patient], None]:
+    return change("state", lambda p: 0, field, value)
+
+
+def node(block: int, field: str, value: int | Where) -> Callable[[Patient], None]:
+    return change("nodes", lambda p: p.node(block), field, value)
+
+
+def lease(field: str, value: int | Where) -> Callable[[Patient], None]:
+    return change("leases", lambda p: p.lease, field, value)
+
+
+def change(section: str, at: Where, field: str, value: int | Where) -> Callable[[Patient], None]:
+    def do(patient: Patient) -> None:
+        records, index = getattr(patient.views, section), at(patient)
+        before = records[field][index].copy()
+        records[field][index] = value(patient) if callable(value) else value
+        assert (records[field][index] != before).any()
+
+    return do
+
+
+def add(amount: int) -> Callable[[str], Callable[[Patient], None]]:
+    return lambda field: state(field, lambda p: int(p.views.state[field][0]) + amount)
+
+
+more, less = add(1), add(-1)
+
+
+def bucket(value: int | Where) -> Callable[[Patient], None]:
+    """Let the bucket of node 21 begin with another one."""
+
+    def do(patient: Patient) -> None:
+        buckets = patient.views.buckets
+        at = int(patient.views.nodes["hash"][patient.node(21)]) & (len(buckets) - 1)
+        buckets[at] = value(patient) if callable(value) else value
+
+    return do
+
+
+def tokens_of(block: int, like: int) -> Callable[[Patient], None]:
+    def do(patient: Patient) -> None:
+        patient.views.tokens[patient.node(block)] = patient.views.tokens[patient.node(like)]
+
+    return do
+
+
+def top(field: str, value: int | Where) -> Callable[[Patient], None]:
+    return change("heap", lambda p: 1, field, value)
+
+
+DAMAGES: list[tuple[str, int, Callable[[Patient], None]]] = [
+    ("nodes_used beyond the table", 1, state("nodes_used", 17)),
+    ("nodes_used among the roots", 1, state("nodes_used", 3)),
+    ("nodes_used below a live node", 1, state("nodes_used", lambda p: np.flatnonzero(p.views.nodes["born"])[-1])),
+    ("namespaces_used beyond the roots", 1, state("namespaces_used", 5)),
+    ("leases_used is 0", 1, state("leases_used", 0)),
+    ("leases_used below a live lease", 1, state("leases_used", 1)),
+    ("a parent beyond the table", 2, node(21, "parent", 16)),
+    ("a first child nowhere", 2, node(10, "first_child", WHOLE - 1)),
+    ("a sibling beyond the table", 2, node(11, "next_sibling", 16)),
+    ("an older sibling nowhere", 2, node(12, "prev_sibling", WHOLE - 1)),
+    ("a hash chain that leaves the table", 2, node(21, "hash_next", 1 << 31)),
+    ("a heap position beyond the heap", 2, node(11, "heap_position", 13)),
+    ("a lease of no node", 2, lease("node", WHOLE - 1)),
+    ("an anchor beyond the table", 2, lease("anchor", 16)),
+    ("a bucket of no node", 2, bucket(16)),
+    ("heap_size beyond the heap", 3, state("heap_size", 13)),
+    ("a heap entry of no node", 3, top("node", 16)),
+    ("two nodes of one birth", 4, node(11, "born", lambda p: p.views.nodes["born"][p.node(12)])),
+    ("a lease of a node's birth", 4, lease("born", lambda p: p.views.nodes["born"][p.node(12)])),
+    ("a birth in the future", 4, node(11, "born", HUGE)),
+    ("a negative birth", 4, node(10, "born", -5)),
+    ("a use in the future", 4, node(11, "last_use", HUGE)),
+    ("the clock set back", 4, state("clock", 2)),
+    ("a block without a parent", 5, node(21, "parent", 0)),
+    ("a dead parent", 5, node(21, "parent", lambda p: p.free_node)),
+    ("a younger parent", 5, node(20, "parent", lambda p: p.node(21))),
+    ("its own parent", 5, node(20, "parent", lambda p: p.node(20))),
+    ("a dead ancestor", 5, node(10, "born", 0)),
+    ("a root below another", 5, change("nodes", lambda p: p.other_root, "parent", lambda p: p.root)),
+    ("no block", 6, node(21, "block", NO_BLOCK)),
+    ("a root with a block", 6, change("nodes", lambda p: p.root, "block", 7)),
+    ("twins", 7, tokens_of(12, like=11)),
+    ("a namespace twice", 8, change("namespaces", lambda p: p.other_root, "salt", 0)),
+    ("a namespace of tomorrow", 8, change("namespaces", lambda p: p.root, "epoch", 3)),
+    ("a lease of a dead node", 9, lease("node", lambda p: p.free_node)),
+    ("a lease of a root", 9, lease("node", lambda p: p.root)),
+    ("a lease far below its anchor", 9, lease("anchor", lambda p: p.root)),
+    ("a lease of a wrong depth", 9, lease("depth", 1)),
+    ("a lease of nobody", 9, lease("worker", 0)),
+    ("a lease of a slot that is none", 9, lease("worker", 4)),
+    ("a lease of a generation to come", 9, lease("generation", HUGE)),
+    ("one block more", 10, more("live_blocks")),
+    ("one namespace less", 10, less("live_namespaces")),
+    ("one lease more", 10, more("live_leases")),
+    ("a free node lost", 11, state("free_node", 0)),
+    (
+        "a free list of nodes in a circle",
+        11,
+        change("nodes", lambda p: p.free_node, "hash_next", lambda p: p.free_node),
+    ),
+    ("a free list that leads to a live node", 11, state("free_node", lambda p: p.node(21))),
+    ("a free list that leads to a root", 11, state("free_node", 1)),
+    ("a free list that leads nowhere", 11, state("free_node", WHOLE - 1)),
+    ("a free namespace lost", 11, state("free_namespace", 0)),
+    ("a free lease lost", 11, state("free_lease", 0)),
+    ("a node of another's hash", 12, node(11, "hash", lambda p: p.views.nodes["hash"][p.node(12)])),
+    ("a root of a wrong hash", 12, change("nodes", lambda p: p.root, "hash", 5)),
+    ("a chain that is empty", 12, bucket(0)),
+    ("a chain in a circle", 12, node(21, "hash_next", lambda p: p.node(21))),
+    ("a chain of a dead node", 12, node(21, "hash_next", lambda p: p.free_node)),
+    ("other tokens", 12, lambda p: p.views.tokens[p.node(21)].fill(77)),
+    ("another block key", 12, node(21, "block_key", 1)),
+    ("another adapter", 12, change("namespaces", lambda p: p.other_root, "adapter_id", 9)),
+    ("another seed", 12, change("header", lambda p: 0, "hash_seed", 9)),
+    ("no child", 13, node(10, "first_child", 0)),
+    ("the younger first", 13, node(10, "first_child", lambda p: p.node(12))),
+    ("a lost sibling", 13, node(11, "next_sibling", 0)),
+    ("siblings in a circle", 13, node(12, "next_sibling", lambda p: p.node(11))),
+    ("an only child that has an older sibling", 13, node(21, "prev_sibling", lambda p: p.node(20))),
+    ("a child of a leaf", 13, node(12, "first_child", lambda p: p.node(21))),
+    ("a leased node that counts none", 14, node(21, "leases", 0)),
+    ("a lease counted that is not there", 14, node(12, "leases", 1)),
+    ("a heap that is too small", 15, less("heap_size")),
+    ("a wrong heap position", 15, node(11, "heap_position", 0)),
+    ("a dead node in the heap", 15, top("node", lambda p: p.free_node)),
+    ("a root in the heap", 15, top("node", 1)),
+    ("none in the heap", 15, top("node", 0)),
+    ("a node twice in the heap", 15, top("node", lambda p: p.views.heap["node"][2])),
+    ("a top that is not the smallest", 15, top("last_use", HUGE)),
+    ("a key after the last use", 15, node(11, "last_use", 1)),
+    ("an empty namespace", 16, change("nodes", lambda p: p.other_root, "first_child", 0)),
+]
+
+
+def test_there_is_nothing_to_name_before(patient: Patient) -> None:
+    assert patient.cache.verify() == []
+    views, free = patient.views.state[0], ("free_node", "free_namespace", "free_lease")
+    assert all(views[field] for field in (*free, "heap_size"))
+    assert patient.views.state["heap_size"][0] >= 3
+
+
+@pytest.mark.parametrize(("number", "damage"), [pytest.param(n, do, id=what) for what, n, do in DAMAGES])
+def test_the_damage_is_named(patient: Patient, number: int, damage: Callable[[Patient], None]) -> None:
+    damage(patient)
+    found = patient.cache.verify()
+    assert number in {violation.number for violation in found}, found
+    assert all(violation.name == verify.names()[violation.number - 1] and violation.detail for violation in found)
+    if number > 3:
+        assert min(violation.number for violation in found) > 3, found
+    patient.bytes[:] = patient.whole
+    assert patient.cache.verify() == []
+
+
+def test_every_invariant_has_a_damage() -> None:
+    assert {number for _, number, _ in DAMAGES} == set(range(1, len(verify.names()) + 1))
