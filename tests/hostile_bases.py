@@ -11,7 +11,7 @@ import numpy as np
 
 from shmradix import RadixCache
 from shmradix.layout import Geometry
-from tests.conftest import fresh_name, remove_all
+from tests.conftest import remove_all
 
 
 class Prompt(NamedTuple):
@@ -46,9 +46,9 @@ A, B, C = list(range(64)), list(range(100, 124)), [7] * 20
 class Maker:
     """Two workers at work on a new cache."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, name: str, **sizes: int) -> None:
         plan = {"block_size": 4, "max_blocks": 24, "max_leases": 6, "max_workers": 3, "max_namespaces": 3, **sizes}
-        self.one = RadixCache.create(fresh_name(), **plan)
+        self.one = RadixCache.create(name, **plan)
         self.two = RadixCache.attach(self.one.name)
         self.blocks = itertools.count(1)
         self.prompts: list[Prompt] = []
@@ -134,8 +134,8 @@ SHAPES: list[tuple[Callable[[Maker], None], dict[str, int]]] = [
 ]  # fmt: skip
 
 
-def bases() -> list[Base]:
-    """One for each shape, always with the same hashes."""
+def bases(name: str) -> list[Base]:
+    """One for each shape, always with the same hashes; `name` is for the caches that they are copied from."""
     made, chance = [], np.random.default_rng(1)
 
     def randbits(bits: int) -> int:
@@ -143,7 +143,7 @@ def bases() -> list[Base]:
 
     for shape, sizes in SHAPES:
         with mock.patch("secrets.randbits", randbits):
-            maker = Maker(**sizes)
+            maker = Maker(f"{name}{shape.__name__}", **sizes)
         try:
             shape(maker)
             assert maker.one.verify() == []

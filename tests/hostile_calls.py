@@ -357,7 +357,7 @@ def main(job: dict[str, Any]) -> None:
         os.write(1, (json.dumps(what) + "\n").encode())
 
     warnings.simplefilter("error", RuntimeWarning)  # numpy's, of an overflow
-    plan, name = Plan(job["seed"]), job["name"]
+    plan, name = Plan(job["seed"], job["name"]), job["name"]
     judge(name, Image(-1, plan.bases[0], np.random.default_rng(0)))  # everything is loaded
     descriptors, memory, limit = len(os.listdir("/proc/self/fd")), _status("VmRSS"), _status("VmSize") + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -72,6 +72,10 @@ def _byte(at: int, value: int | None, image: Image) -> None:
     image.data[at] = image.chance.integers(256) if value is None else value
 
 
+def _unused(at: int, image: Image) -> None:
+    image.data[at : at + 64] = image.chance.integers(0, 256, 64, np.uint8)
+
+
 def _field(section: str, field: str | None, value: int, one: bool, image: Image) -> None:
     records = getattr(image.views, section)
     column = records if field is None else records[field]
@@ -226,8 +230,8 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
     """Every damage of which there is a list."""
     for at, value in itertools.product(range(104), (0, 1, 0x7F, 0x80, 0xFF, None)):
         yield Change("header byte", at % len(all_bases), partial(_byte, at, value))
-    for at in range(104, PAGE, 64):
-        yield Change("header byte, unused", at % len(all_bases), partial(_byte, at, None))
+    for at in range(104, PAGE - 63, 64):
+        yield Change("header byte, unused", at % len(all_bases), partial(_unused, at))
     for b, base in enumerate(all_bases):
         geometry = base.geometry
         most = {"nodes": geometry.node_count, "leases": geometry.node_count, "heap": geometry.node_count,
@@ -266,8 +270,8 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
 class Plan:
     """All images of a seed: the listed damages in an order of the seed's, then random ones without end."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.bases = seed, bases()
+    def __init__(self, seed: int, name: str) -> None:
+        self.seed, self.bases = seed, bases(name)
         self.changes = list(systematic(self.bases))
         self.order = np.random.default_rng(seed).permutation(len(self.changes)).tolist()
 

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from shmradix import PrefixMatch, RadixCache
+from shmradix.errors import CorruptSegment
+from shmradix.guard import PARKED
+from shmradix.parking import tag_of
 from tests import hostile, hostile_images
-from tests.conftest import SHM
+from tests.conftest import SHM, fresh_name
 from tests.hostile_bases import Prompt
 from tests.hostile_calls import Truth, flaw_of_match
 from tests.hostile_images import Plan
@@ -41,7 +44,7 @@ def test_a_package_that_misbehaves_is_told_with_its_image(what: str, said: str) 
     assert report.images == 7
     assert [fault.number for fault in report.faults] == [4], str(report)
     assert said in report.faults[0].what
-    assert report.faults[0].kind == Plan(3).image(4).kind
+    assert report.faults[0].kind == Plan(3, fresh_name()).image(4).kind
 
 
 def test_silence_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +55,7 @@ def test_silence_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_image_is_made_again_from_its_seed_and_number() -> None:
-    one, two = Plan(5), Plan(5)
+    one, two = Plan(5, fresh_name()), Plan(5, fresh_name())
     listed = len(one.changes)
     for number in (0, 17, listed - 1, listed, listed + 12345):
         first, again = one.image(number), two.image(number)
@@ -97,6 +100,60 @@ def test_a_wrong_match_is_seen(cache_factory: CacheFactory) -> None:
     cache._segment.views.nodes["born"][1:] = 0
     assert "hold something else" in flaw_of_match(Truth(truth.views, truth.geometry), Prompt(tokens), match)
     cache._segment.views.nodes["leases"] = 0
+
+
+def test_a_partial_block_follows_the_matched_prefix(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(block_size=4, max_blocks=16)
+    cache.insert([1] * 4 + [9] * 4, [10, 11])
+    cache.release([1] * 4 + [9] * 4)
+    nodes: Any = cache._segment.views.nodes
+    leaf = int(np.flatnonzero(nodes["block"] == 11)[0])
+    root = int(nodes["parent"][nodes["parent"][leaf]])
+    nodes["first_child"][root], before = leaf, nodes["first_child"][root].copy()
+    with pytest.raises(CorruptSegment):
+        cache.lookup([9] * 4)
+    nodes["first_child"][root] = before
+    assert cache.lookup([9] * 4).partial_block is None
+
+
+def test_the_dead_are_not_matched(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(block_size=4, max_blocks=16)
+    cache.insert([1] * 8, [10, 11])
+    cache.release([1] * 8)
+    nodes: Any = cache._segment.views.nodes
+    for node in np.flatnonzero(nodes["born"]).tolist():
+        nodes["born"][node], before = 0, int(nodes["born"][node])
+        with pytest.raises(CorruptSegment):
+            cache.peek_matched_tokens([1] * 8)
+        nodes["born"][node] = before
+    assert cache.verify() == []
+
+
+@pytest.mark.parametrize("guard", [0, 1])
+def test_a_worker_does_not_wait_for_itself(cache_factory: CacheFactory, guard: int) -> None:
+    cache = cache_factory(block_size=4, max_blocks=16)
+    views: Any = cache._segment.views
+    views.guards["owner"][guard] = tag_of(1, int(views.workers["generation"][1]) + 1) | PARKED
+    with RadixCache.attach(cache.name, lock_timeout=5) as other:
+        assert other.peek_matched_tokens([1] * 8) == 0
+    views.guards["owner"][1] = 0
+    assert cache.verify() == []
+
+
+def test_an_insert_that_meets_damage_stores_nothing_below_nothing(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(block_size=4, max_blocks=16)
+    cache.insert([1] * 4, [10])
+    cache.release([1] * 4)
+    views: Any = cache._segment.views
+    for field in ("free_namespace", "free_node"):
+        views.state[field] = int(np.flatnonzero(views.nodes["born"])[0 if field == "free_namespace" else -1])
+        with pytest.raises(CorruptSegment):
+            cache.insert([2] * 8, [20, 21], salt=b"new")
+        blocks = np.flatnonzero(views.nodes["born"])[1:]
+        blocks = blocks[blocks >= 1 + cache._segment.geometry.max_namespaces]
+        assert views.nodes["block"][blocks].tolist() == [10]
+        assert views.state["live_blocks"][0] == 1
+        views.state[field] = 0
 
 
 def test_nothing_is_left_by_a_run_that_is_killed() -> None:
