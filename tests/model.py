@@ -160,7 +160,7 @@ class Model:
         return best
 
     def held(self, client: int, request: Request, depths: range, oldest: bool) -> Lease | None:
-        """The client's lease on that path: newest or oldest epoch first, the deepest, the most partial, the youngest."""
+        """The client's lease on that path: newest (or oldest) epoch, the deepest, the most partial, the youngest."""
         best, best_rank = None, (-self.epoch - 1, -1, -1)
         for lease in self.leases:  # the oldest first
             rank = (-lease.anchor.epoch if oldest else lease.anchor.epoch, lease.depth, lease.agreed)
