@@ -158,6 +158,7 @@ class Worker:
         begun = time.monotonic_ns()
         self.ledger.clears_begun[self.number] += 1
         self.receive(self.cache.clear())
+        self.ledger.clears_begun[self.number] += 1
         self.ledger.cleared_at[self.number] = begun
         self.count("clears")
 
@@ -242,7 +243,9 @@ class Worker:
     # --- checks
 
     def clears_begun(self) -> int:
-        return int(self.ledger.clears_begun.sum())
+        """Differs from what it was before if a clear may have hidden anything in between; odd: one is under way."""
+        begun = self.ledger.clears_begun
+        return -time.monotonic_ns() if (begun & 1).any() else int(begun.sum())
 
     def look_up(self, prompt: Prompt) -> PrefixMatch:
         """A checked lookup."""
