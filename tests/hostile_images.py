@@ -264,7 +264,11 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
         for changed in GEOMETRIES:
             yield Change("other geometry", b, partial(_other_geometry, changed))
     for value in (0, 0xFF):
-        yield Change("whole", 0, lambda image, value=value: image.data.fill(value))  # type: ignore[misc]
+        yield Change("whole", 0, partial(_fill, value))
+
+
+def _fill(value: int, image: Any) -> None:
+    image.data.fill(value)
 
 
 class Plan:

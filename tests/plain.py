@@ -125,7 +125,7 @@ class Kernels:
             vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
             exec(compile(self._texts[name], str(SOURCES / f"{name}.py"), "exec"), vars(module))
             if name == "atomics":
-                module.as_pointer = _same  # type: ignore[attr-defined]
+                vars(module)["as_pointer"] = _same
         return self._modules[name]
 
     def _import(self, name: str, globals_: Any = None, locals_: Any = None, names: Any = (), level: int = 0) -> Any:

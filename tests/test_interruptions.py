@@ -183,11 +183,14 @@ def test_an_attach_interrupted_at_any_instant_keeps_no_slot(cache_factory: Cache
     kept.pop().close()
 
 
-def newly_lost(cache: RadixCache, seen: dict[str, set[int]] = {}) -> str:  # noqa: B006
+LOST: dict[str, set[int]] = {}  # slots, by the cache
+
+
+def newly_lost(cache: RadixCache) -> str:
     """The slots that are lost since the last call."""
     lost = set(slots_alive(cache)) - {cache._worker.slot}
-    new = lost - seen.get(cache.name, set())
-    seen[cache.name] = lost
+    new = lost - LOST.get(cache.name, set())
+    LOST[cache.name] = lost
     return f"slots {new} stay locked" if new else ""
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import fcntl
 import hashlib
-import mmap
 import os
 import random
 import re
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,343 +21,27 @@ import pytest
 import shmradix
 from shmradix import RadixCache, layout, locks, parking
 from tests.actors import Actor, attach, files_of, hold
+from tests.layout_reader import (
+    COUNTERS,
+    FIELDS,
+    HOT,
+    NONE,
+    RECORDS,
+    U64,
+    Block,
+    Field,
+    Lease,
+    Namespace,
+    Path_,
+    Reader,
+    copy_of_one_instant,
+    map_segment,
+)
 
 CacheFactory = Callable[..., RadixCache]
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = (ROOT / "docs" / "layout.md").read_text()
-
-# --- what the document says, literally: bytes of a record, then `offset field type` of each field
-
-RECORDS = {
-    "header": (
-        4096,
-        "0 magic u64, 8 version u32, 12 byte_order u32, 16 fingerprint u64, 24 size u64, 32 incarnation u64, "
-        "40 hash_seed u64, 48 created_ns i64, 56 boot_id u64[2], 72 creator_pid u32, 76 block_size u32, "
-        "80 max_blocks u32, 84 max_namespaces u32, 88 max_leases u32, 92 max_workers u32, 96 max_snapshots u32, "
-        "100 bucket_count u32",
-    ),
-    "guard": (128, "0 owner i64, 64 dirty i64, 72 acquired_ns i64, 80 recoveries i64"),
-    "state": (
-        128,
-        "0 clock i64, 8 epoch i64, 16 nodes_used u32, 20 free_node u32, 24 namespaces_used u32, 28 free_namespace u32, "
-        "32 leases_used u32, 36 free_lease u32, 40 live_blocks u32, 44 live_namespaces u32, 48 live_leases u32, "
-        "52 heap_size u32, 56 reserved u64[9]",
-    ),
-    "worker": (
-        128,
-        "0 generation i64, 8 claimed_ns i64, 16 start_time u64, 24 pid_namespace u64, 32 pid u32, 36 padding u32, "
-        "40 counters i64[11]",
-    ),
-    "namespace": (64, "0 adapter_id u64, 8 salt u64[4], 40 epoch i64, 48 reserved u64[2]"),
-    "lease": (
-        64,
-        "0 born i64, 8 taken_ns i64, 16 epoch i64, 24 generation i64, 32 worker u32, 36 node u32, 40 anchor u32, "
-        "44 depth u32, 48 next_free u32, 52 partial_tokens u32, 56 reserved u64",
-    ),
-    "node": (
-        64,
-        "0 born i64, 8 last_use i64, 16 block_key u64, 24 hash u32, 28 parent u32, 32 block u32, 36 disk_block u32, "
-        "40 leases u32, 44 first_child u32, 48 next_sibling u32, 52 prev_sibling u32, 56 hash_next u32, "
-        "60 heap_position u32",
-    ),
-    "heap": (16, "0 last_use i64, 8 node u32, 12 padding u32"),
-    "snapshot": (
-        128,
-        "0 born i64, 8 last_use i64, 16 prefix_hash u64[2], 32 session u64, 40 adapter_id u64, 48 salt u64[4], "
-        "80 token_count u32, 84 slot u32, 88 flags u32, 92 padding u32, 96 reserved u64[4]",
-    ),
-}
-HOT = ("namespace", "lease", "node")
-COUNTERS = (
-    "lookups", "hits", "hit_tokens", "lookup_tokens", "inserts", "inserted_blocks", "duplicate_blocks",
-    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns",
-)  # fmt: skip
-NONE = 2**32 - 1
-
-
-class Field(NamedTuple):
-    offset: int
-    kind: str
-    length: int  # of an array, 0 of a single number
-
-
-def fields_of(record: str) -> dict[str, Field]:
-    """The literal table above, taken apart."""
-    fields = {}
-    for text in RECORDS[record][1].split(", "):
-        offset, name, kind = text.split()
-        base, _, count = kind.partition("[")
-        fields[name] = Field(int(offset), base, int(count.rstrip("]") or 0))
-    return fields
-
-
-FIELDS = {record: fields_of(record) for record in RECORDS}
-
-# --- the reader: written from docs/layout.md, with struct and mmap, and nothing of the package
-
-U64 = 2**64 - 1
-GOLDEN, KEY = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-CODES = {"u32": "I", "u64": "Q", "i64": "q"}
-
-
-class Block(NamedTuple):
-    """One step of a path."""
-
-    tokens: tuple[int, ...]
-    key: int
-    block: int
-    disk_block: int
-
-
-Path_ = tuple[Block, ...]
-Namespace = tuple[int, bytes]
-
-
-class Lease(NamedTuple):
-    slot: int
-    depth: int
-    anchor: Path_
-    pinned: Path_
-
-
-class Changed(Exception):
-    """What was being read changed meanwhile."""
-
-
-def map_segment(name: str) -> mmap.mmap:
-    with open(f"/dev/shm/shmradix.{name}", "rb") as file:
-        return mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
-
-
-def mix(x: int) -> int:
-    x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & U64
-    x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & U64
-    return x ^ (x >> 33)
-
-
-class Reader:
-    """Reads a mapped segment, or a copy of one."""
-
-    def __init__(self, image: mmap.mmap | bytes) -> None:
-        self.image = image
-        assert image[:8] == b"shmradix"
-        self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
-        header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
-        assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0xC6589C9A4789EEF4
-        self.block_size = header["block_size"]
-        self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
-        self.max_workers = header["max_workers"]
-        self.first_block_node = 1 + self.max_namespaces
-        self.node_count = 1 + self.max_namespaces + self.max_blocks
-        self.bucket_count = 1
-        while self.bucket_count < self.node_count:
-            self.bucket_count *= 2
-        assert header["bucket_count"] == self.bucket_count
-        plan = [
-            ("header", "header", 4096, 1),
-            ("guards", "guard", 128, 2),
-            ("state", "state", 128, 1),
-            ("workers", "worker", 128, self.max_workers),
-            ("namespaces", "namespace", 64, 1 + self.max_namespaces),
-            ("leases", "lease", 64, 1 + header["max_leases"]),
-            ("nodes", "node", 64, self.node_count),
-            ("tokens", "", 4 * self.block_size, self.node_count),
-            ("heap", "heap", 16, 1 + self.max_blocks),
-            ("buckets", "", 4, self.bucket_count),
-            ("snapshots", "snapshot", 128, header["max_snapshots"]),
-        ]
-        offset = 0
-        for name, record, size, count in plan:
-            self.sections[name] = record, offset, count
-            offset += (size * count + 63) // 64 * 64
-        assert offset == header["size"] == len(image)
-        self.hash_keys = list(self._hash_keys(header["hash_seed"]))
-
-    def words(self, section: str, index: int, field: str) -> tuple[int, ...]:
-        record, start, count = self.sections[section]
-        assert 0 <= index < count
-        place = FIELDS[record][field]
-        at = start + index * RECORDS[record][0] + place.offset
-        return struct.unpack_from(f"<{place.length or 1}{CODES[place.kind]}", self.image, at)
-
-    def get(self, section: str, index: int, field: str) -> int:
-        return self.words(section, index, field)[0]
-
-    def node(self, index: int, field: str) -> int:
-        return self.get("nodes", index, field)
-
-    def state(self, field: str) -> int:
-        return self.get("state", 0, field)
-
-    def tokens(self, node: int) -> tuple[int, ...]:
-        _, start, count = self.sections["tokens"]
-        assert 0 <= node < count
-        return struct.unpack_from(f"<{self.block_size}I", self.image, start + node * 4 * self.block_size)
-
-    def bucket(self, index: int) -> int:
-        head: int = struct.unpack_from("<I", self.image, self.sections["buckets"][1] + 4 * index)[0]
-        return head
-
-    # namespaces, nodes, leases
-
-    def roots(self) -> dict[int, Namespace]:
-        """The live roots that are not hidden."""
-        live = (root for root in range(1, self.state("namespaces_used")) if self.node(root, "born"))
-        return {root: self.namespace(root) for root in live if not self.is_hidden(root)}
-
-    def is_hidden(self, root: int) -> bool:
-        return self.get("namespaces", root, "epoch") != self.state("epoch")
-
-    def namespace(self, root: int) -> Namespace:
-        return self.get("namespaces", root, "adapter_id"), struct.pack("<4Q", *self.words("namespaces", root, "salt"))
-
-    def live_nodes(self) -> list[int]:
-        return [node for node in range(self.first_block_node, self.state("nodes_used")) if self.node(node, "born")]
-
-    def step(self, node: int) -> Block:
-        tokens, fields = self.tokens(node), (self.node(node, field) for field in ("block_key", "block", "disk_block"))
-        return Block(tokens, *fields)
-
-    def climb(self, node: int) -> tuple[int, Path_]:
-        """The root above a node or root, and the path from there down; raises Changed."""
-        born = younger = self.node(node, "born")
-        steps: list[Block] = []
-        at = node
-        while born and at >= self.first_block_node:
-            steps.append(self.step(at))
-            at = self.node(at, "parent")
-            if not 0 < self.node(at, "born") < younger:
-                raise Changed
-            younger = self.node(at, "born")
-        if not born or self.node(node, "born") != born:
-            raise Changed
-        return at, tuple(reversed(steps))
-
-    def children(self, node: int) -> list[int]:
-        found: list[int] = []
-        at = self.node(node, "first_child")
-        while at:
-            found.append(at)
-            assert len(found) < self.node_count
-            at = self.node(at, "next_sibling")
-        return found
-
-    def leaf_paths(self) -> dict[Namespace, set[Path_]]:
-        """What can be found: the paths down to every leaf, from the roots along the links."""
-        return {namespace: set(self._walk(root, ())) for root, namespace in self.roots().items()}
-
-    def _walk(self, node: int, path: Path_) -> Iterator[Path_]:
-        for child in self.children(node):
-            below = (*path, self.step(child))
-            if not self.children(child):
-                yield below
-            yield from self._walk(child, below)
-
-    def all_paths(self) -> set[tuple[Namespace, Path_]]:
-        """The path of every node, hidden ones too, from truth alone; what changes meanwhile is left out."""
-        found = set()
-        for node in self.live_nodes():
-            try:
-                root, path = self.climb(node)
-            except Changed:
-                continue
-            found.add((self.namespace(root), path))
-        return found
-
-    def leases(self) -> list[Lease]:
-        found = []
-        for lease in range(1, self.state("leases_used")):
-            if self.get("leases", lease, "born"):
-                slot, depth = self.get("leases", lease, "worker") - 1, self.get("leases", lease, "depth")
-                assert self.get("leases", lease, "generation") == self.get("workers", slot, "generation")
-                anchor, node = self.get("leases", lease, "anchor"), self.get("leases", lease, "node")
-                assert node == anchor or self.node(node, "parent") == anchor
-                found.append(Lease(slot, depth, self.climb(anchor)[1], self.climb(node)[1]))
-        return sorted(found)
-
-    # free lists, hashes
-
-    def free(self, section: str, head: str, link: str) -> list[int]:
-        found: list[int] = []
-        at = self.state(head)
-        while at:
-            assert self.get(section, at, "born") == 0
-            found.append(at)
-            assert len(found) < self.sections[section][2]
-            at = self.get(section, at, link)
-        return found
-
-    def _hash_keys(self, seed: int) -> Iterator[int]:
-        for _ in range(self.block_size):
-            seed = x = (seed + GOLDEN) & U64
-            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
-            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
-            yield (x ^ (x >> 31)) >> 32
-
-    def node_hash(self, parent_hash: int, block_key: int, tokens: Sequence[int]) -> int:
-        total, keys = parent_hash * GOLDEN + block_key * KEY, self.hash_keys
-        for i in range(0, self.block_size - 1, 2):
-            total += ((tokens[i] + keys[i]) % 2**32) * ((tokens[i + 1] + keys[i + 1]) % 2**32)
-        if self.block_size % 2:
-            total += (tokens[-1] + keys[-1]) * KEY
-        return mix(total & U64) >> 32
-
-    def root_hash(self, namespace: Namespace) -> int:
-        x = self.hash_keys[0]
-        for word in (namespace[0], *struct.unpack("<4Q", namespace[1])):
-            x = mix(x ^ word) * GOLDEN & U64
-        return mix(x) >> 32
-
-    def chain(self, hash_: int) -> list[int]:
-        found: list[int] = []
-        at = self.bucket(hash_ % self.bucket_count)
-        while at:
-            found.append(at)
-            assert len(found) < self.node_count
-            at = self.node(at, "hash_next")
-        return found
-
-    def find(self, namespace: Namespace, blocks: Sequence[tuple[tuple[int, ...], int]]) -> list[int]:
-        """The block ids of the longest stored prefix of blocks (tokens, key)."""
-        hash_ = self.root_hash(namespace)
-        found = [
-            root
-            for root in self.chain(hash_)
-            if root < self.first_block_node and self.namespace(root) == namespace and not self.is_hidden(root)
-        ]
-        path: list[int] = []
-        for tokens, key in blocks if found else ():
-            hash_ = self.node_hash(hash_, key, tokens)
-            at = [
-                node
-                for node in self.chain(hash_)
-                if self.node(node, "hash") == hash_
-                and self.node(node, "parent") == found[0]
-                and (self.tokens(node), self.node(node, "block_key")) == (tokens, key)
-            ]
-            if not at:
-                break
-            path.append(self.node(at[0], "block"))
-            found = at
-        return path
-
-
-def copy_slowly(image: mmap.mmap) -> bytes:
-    """Piece by piece: a worker often writes between two pieces."""
-    return b"".join(image[at : at + 256] for at in range(0, len(image), 256))
-
-
-def copy_of_one_instant(image: mmap.mmap) -> Reader:
-    """The segment at an instant at which no worker was writing."""
-    live = Reader(image)
-    while True:
-        before = live.get("guards", 0, "acquired_ns")
-        if live.get("guards", 0, "owner") == 0:
-            copy = copy_slowly(image)
-            if live.get("guards", 0, "acquired_ns") == before:
-                return Reader(copy)
 
 
 # --- the reader against a cache

@@ -323,7 +323,7 @@ def test_a_death_in_unlink_leaves_nothing_that_the_next_does_not_remove(name: st
         kill_self()
 
     def unlink_and_die() -> None:
-        os.unlink = deadly  # type: ignore[assignment]
+        vars(os)["unlink"] = deadly
         RadixCache.unlink(name)
 
     assert in_child(unlink_and_die) == "killed by 9"

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_one_match_in_two_threads_is_released_once_and_has_one_lease(cache_facto
         assert at_once(match.release, match.release) == []
         prompt = [1000 + i] * 4
         empty = cache.lookup(prompt)
-        insert = lambda p=prompt, m=empty, b=10 + 2 * i: cache.insert(p, [b], match=m)  # noqa: E731
+        insert = partial(cache.insert, prompt, [10 + 2 * i], match=empty)
         assert at_once(insert, insert) == []
         assert cache.stats().leases == 1
         empty.release()

@@ -71,10 +71,10 @@ class GuardLock:
         from shmradix import guard
         from shmradix.views import open_views
 
-        def take(handle, tag, now):  # type: ignore[no-untyped-def]
+        def take(handle: Any, tag: Any, now: Any) -> Any:
             return (0 if guard.acquire(open_views(handle), 0, tag, now) else 1), 0
 
-        def give(handle, tag, now):  # type: ignore[no-untyped-def]
+        def give(handle: Any, tag: Any, now: Any) -> Any:
             return 0, 1 if guard.release(open_views(handle), 0) else 0
 
         signature = numba.types.UniTuple(numba.int64, 2)(numba.int64, numba.int64, numba.int64)

@@ -383,7 +383,7 @@ class CacheJob:
         line("rebuilds", f"{stats.rebuilds}, {stats.rebuild_ns / max(stats.rebuilds, 1) / 1e3:.0f} µs each")
         line("died in", ", ".join(f"{what} {number}" for what, number in self.died_in.most_common()))
         line("inserts", f"{stats.inserts:,}, and {self.cut_short} cut short")
-        line("evicted, cleared", f"{stats.evicted_blocks:,} blocks, {int(self.ledger.clears_begun.sum())} times")
+        line("evicted, cleared", f"{stats.evicted_blocks:,} blocks, {int(self.ledger.clears_begun.sum()) // 2} times")
         line("lost ids", f"{self.lost} in {self.checks} checks of all blocks; {self.found} paths were looked up")
         if kills >= 1000 and not (stats.recoveries and stats.rebuilds):
             wrong.append("no kill left the guard owned: this run says nothing")
