@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmradix import RadixCache
+from shmradix.parking import tag_of
 
 Tokens = NDArray[np.uint32]
 Prompts = list[tuple[Tokens, NDArray[np.uint32]]]  # tokens, block table
@@ -179,6 +180,21 @@ def evictions(runs: int) -> Row:
     return row(f"evict, of {EVICTION_BLOCKS:,} blocks", EVICTION_BATCH * BLOCK_SIZE, EVICTION_BATCH, times[1:])
 
 
+def rebuilds(blocks: int, runs: int) -> Row:
+    """Takeovers of the guard from an owner that died in the middle of a change, and the rebuild that takes."""
+    count = blocks // EVICTION_PROMPT_BLOCKS
+    times = []
+    with scratch_cache(blocks) as cache:
+        store(cache, make_prompts(EVICTION_PROMPT_BLOCKS * BLOCK_SIZE, count, 0))
+        guards = cache._segment.views.guards
+        for _ in range(runs):
+            before = cache.stats().rebuild_ns
+            guards["owner"][0], guards["dirty"][0] = tag_of(0, 1 << 40), 1  # a generation that slot 0 never had
+            times.append(float(cache.stats().rebuild_ns - before))
+        del guards
+    return row("takeover and rebuild", count * EVICTION_PROMPT_BLOCKS * BLOCK_SIZE, blocks, times)
+
+
 def rival(
     name: str, number: int, tokens: int, count: int, runs: int, barrier: Barrier, answers: Queue[list[float]]
 ) -> None:
@@ -244,6 +260,8 @@ def run_all(quick: bool) -> Iterator[Row]:
         yield from lookups(tokens, count, runs)
         yield inserts(tokens, count, runs)
     yield evictions(runs)
+    for blocks in (10_000, 100_000) if quick else (10_000, 100_000, 1_000_000):
+        yield rebuilds(blocks, 5)
     yield from startups(3 if quick else 7)
 
 
