@@ -102,8 +102,8 @@ def pop(seg):
 
 
 @kernel
-def take_oldest(seg, latest):
-    """Take out the least recently used leaf that may go, if its last use is not after `latest`; else 0."""
+def oldest(seg, latest):
+    """The least recently used leaf that may go, now at the top, if its last use is not after `latest`; else 0."""
     while True:
         size = heap_size(seg)
         if size == 0 or seg.heap["last_use"][1] > latest:
@@ -118,5 +118,17 @@ def take_oldest(seg, latest):
         elif last_use > seg.heap["last_use"][1]:
             _sift_down(seg, size, last_use, node)
         else:
-            _drop_top(seg, size)
             return node
+
+
+@kernel
+def replace_top(seg, node):
+    """Take out the top, and let `node` be evicted instead if nothing depends on it: often it stays at the top."""
+    size = heap_size(seg)
+    if size == 0:
+        return
+    if node >= seg.first_block_node and seg.nodes["heap_position"][node] == 0 and is_evictable(seg, node):
+        seg.nodes["heap_position"][node_at(seg, seg.heap["node"][1])] = 0
+        _sift_down(seg, size, seg.nodes["last_use"][node], node)
+    else:
+        _drop_top(seg, size)

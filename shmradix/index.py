@@ -214,7 +214,7 @@ def free_root(seg, root):
 
 @kernel
 def remove_node(seg, node):
-    """Take a leaf out; it must be out of the heap and without a lease. Frees its namespace with the last node."""
+    """Take a leaf without a lease out, but for its place in the heap. Frees its namespace with the last node."""
     state, nodes = seg.state, seg.nodes
     parent = node_at(seg, nodes["parent"][node])
     store_release(seg.node_words, node * WORDS, 0)

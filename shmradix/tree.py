@@ -4,7 +4,7 @@ import numpy as np
 
 from shmradix.compile import kernel
 from shmradix.hashing import block_hash
-from shmradix.heap import offer, take_oldest
+from shmradix.heap import oldest, replace_top
 from shmradix.index import (
     add_node,
     add_root,
@@ -240,7 +240,7 @@ def evict(seg, limit, latest, out, counts):
     """Take out up to `limit` leaves, least recently used first, none used after `latest`; counts[0] says how many."""
     nodes = seg.nodes
     while counts[0] < limit:
-        node = take_oldest(seg, latest)
+        node = oldest(seg, latest)
         if node == 0:
             break
         out[0, counts[0]] = nodes["block"][node]
@@ -250,7 +250,7 @@ def evict(seg, limit, latest, out, counts):
         # A lookup stamps its deepest node only: what was used below was used here, too.
         nodes["last_use"][parent] = max(nodes["last_use"][parent], nodes["last_use"][node])
         remove_node(seg, node)
-        offer(seg, parent)
+        replace_top(seg, parent)
     count(seg, EVICTED_BLOCKS, counts[0])
 
 
