@@ -266,6 +266,8 @@ def _creator(name: str, path: Path, temporary: Path, mode: int, timeout: float |
             if not (locks.try_lock(file, locks.CREATOR_BYTE) and _is_still(temporary, file.fileno())):
                 file.close()  # a sweeper was quicker than our lock: start again
                 file = None
+        if os.path.lexists(path):  # again: until we had the lock, another creator may have come and gone
+            raise _exists(name)
         os.fchmod(file.fileno(), mode)  # not left to the umask
         semaphores.remove_all(name)  # of a segment of that name whose remover died: there is none now
         yield file.fileno()
