@@ -135,19 +135,14 @@ def _agrees_with_partial(seg, lease, depth, tokens, block_keys):
 
 @kernel
 def _is_better(seg, lease, other, oldest):
-    """Which lease to find first: of the newest epoch (or the oldest), the deepest, then the youngest.
-
-    Of equally deep ones first those that pin no partly matching child, since the others pin all that these do; then
-    the one that agrees the most, since another request's agrees with these tokens no better.
-    """
+    """Which lease to find first: of the newest epoch (or the oldest), the deepest, the most partial, the youngest."""
     leases = seg.leases
     if leases["epoch"][lease] != leases["epoch"][other]:
         return (leases["epoch"][lease] < leases["epoch"][other]) == oldest
     if leases["depth"][lease] != leases["depth"][other]:
         return leases["depth"][lease] > leases["depth"][other]
-    agreed, other_agreed = leases["partial_tokens"][lease], leases["partial_tokens"][other]
-    if agreed != other_agreed:
-        return agreed == 0 or (other_agreed != 0 and agreed > other_agreed)
+    if leases["partial_tokens"][lease] != leases["partial_tokens"][other]:
+        return leases["partial_tokens"][lease] > leases["partial_tokens"][other]
     return leases["born"][lease] > leases["born"][other]
 
 

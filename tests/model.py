@@ -160,10 +160,10 @@ class Model:
         return best
 
     def held(self, client: int, request: Request, depths: range, oldest: bool) -> Lease | None:
-        """The client's lease on that path: newest (or oldest) epoch, deepest, not or most partial, youngest."""
-        best, best_rank = None, (-self.epoch - 1, -1, False, -1)
+        """The client's lease on that path: newest (or oldest) epoch, the deepest, the most partial, the youngest."""
+        best, best_rank = None, (-self.epoch - 1, -1, -1)
         for lease in self.leases:  # the oldest first
-            rank = (lease.anchor.epoch * (-1 if oldest else 1), lease.depth, lease.agreed == 0, lease.agreed)
+            rank = (-lease.anchor.epoch if oldest else lease.anchor.epoch, lease.depth, lease.agreed)
             mine = (lease.client, lease.anchor.namespace) == (client, request.namespace)
             if mine and lease.depth in depths and rank >= best_rank and self.leads_to(lease, request):
                 best, best_rank = lease, rank

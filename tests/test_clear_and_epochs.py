@@ -220,15 +220,14 @@ def test_a_release_finds_no_lease_whose_partial_block_its_prompt_does_not_share(
     match.release()
 
 
-def test_of_two_leases_as_deep_a_release_drops_the_one_that_pins_no_partial_block(siblings: RadixCache) -> None:
-    whole = siblings.lookup(FIRST[:4])
-    partial = siblings.lookup(FIRST[:7])  # younger, as deep, pins the same block above and one more
+def test_a_release_prefers_the_lease_that_shares_the_partial_block(siblings: RadixCache) -> None:
+    partial = siblings.lookup(FIRST[:7])
+    whole = siblings.lookup(FIRST[:4])  # younger, as deep, pins the same block above
     assert (partial.partial_block, whole.partial_block) == (1, None)
     siblings.release(FIRST[:7])
-    assert 1 not in siblings.evict(64).blocks
-    partial.release()
+    whole.release()
     with pytest.raises(errors.LeaseError):
-        whole.release()
+        partial.release()
 
 
 def test_an_insert_of_one_request_leaves_anothers_partial_block_pinned(siblings: RadixCache) -> None:

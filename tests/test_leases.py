@@ -288,17 +288,3 @@ def test_an_insert_through_a_match_moves_its_one_lease(cache: RadixCache) -> Non
             assert (cache.stats().leases, cache.stats().blocks_leased) == (1, length)
         assert evicted(cache) == ""
     assert evicted(cache) == "dcba"
-
-
-def test_releasing_by_tokens_spares_another_requests_pin_on_a_partial_block(
-    cache_factory: Callable[..., RadixCache],
-) -> None:
-    cache = cache_factory(block_size=4)
-    cache.insert(range(8), [1, 2])
-    cache.release(range(8))
-    with cache.lookup([0, 1, 2, 3, 4, 5]) as copying:  # holds [1], and copies from [2]
-        assert copying.partial_block == 2
-        cache.insert([0, 1, 2, 3, 4, 5], [1])
-        cache.release([0, 1, 2, 3, 4, 5])
-        assert len(cache.evict(2)) == 0
-    assert cache.evict(2).blocks.tolist() == [2, 1]
