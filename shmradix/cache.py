@@ -302,9 +302,12 @@ class RadixCache:
     def release(
         self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
     ) -> None:
-        """Drop this worker's deepest lease on the path of `tokens`. Raises LeaseError where it has none."""
+        """Drop this worker's deepest lease on the path of `tokens`, of equals one that an insert without a match took.
+
+        Raises LeaseError where there is none.
+        """
         ids = as_tokens(tokens)
-        if not self._release_path(ids, adapter_id, salt, block_keys, 0, len(ids) // self.block_size):
+        if not self._release_path(ids, adapter_id, salt, block_keys, 0, len(ids) // self.block_size, True):
             raise LeaseError(f"this worker holds no lease on the path of these {len(ids)} tokens: nothing to release")
 
     def release_matched(
@@ -316,11 +319,14 @@ class RadixCache:
         salt: bytes | None = None,
         block_keys: Ids | None = None,
     ) -> None:
-        """Undo one lookup of `tokens` that matched `matched_tokens`. Raises LeaseError where there is no such lease."""
+        """Undo one lookup of `tokens` that matched `matched_tokens`, where its match is not at hand.
+
+        Raises LeaseError where there is no such lease.
+        """
         ids = as_tokens(tokens)
         matched = as_count("matched_tokens", matched_tokens, len(ids), ", the number of tokens")
         depth = matched // self.block_size
-        if not self._release_path(ids, adapter_id, salt, block_keys, depth, depth) and depth:
+        if not self._release_path(ids, adapter_id, salt, block_keys, depth, depth, False) and depth:
             raise LeaseError(f"this worker holds no lease on the first {matched} of these tokens: nothing to release")
 
     def evict(self, num_blocks: int) -> EvictedBlocks:
@@ -405,11 +411,19 @@ class RadixCache:
         match.released = True
 
     def _release_path(
-        self, ids: np.ndarray, adapter_id: int, salt: bytes | None, block_keys: Ids | None, low: int, high: int
+        self,
+        ids: np.ndarray,
+        adapter_id: int,
+        salt: bytes | None,
+        block_keys: Ids | None,
+        low: int,
+        high: int,
+        by_tokens: bool,
     ) -> bool:
         namespace = self._namespace(adapter_id, salt)
         keys = as_block_keys(block_keys, ids, self.block_size)
-        return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, low, high)[0]
+        bounds = low, high, int(by_tokens)
+        return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, *bounds)[0]
 
     def _evict(self, limit: int, latest: int, reap: bool) -> EvictedBlocks:
         """Take out up to `limit` blocks last used until `latest`; blocks of a call that was cut short come first."""

@@ -11,7 +11,7 @@ from shmradix import guard, leases, recovery, tree
 from shmradix.compile import entry, kernel
 from shmradix.guard import TREE
 from shmradix.status import BUSY, CORRUPT, MISMATCH, NOT_HELD, OK
-from shmradix.views import FAULT, all_bytes, bounded, open_views
+from shmradix.views import FAULT, bounded, copy_segment, open_views
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
@@ -90,7 +90,7 @@ def insert(
     if matched > 0:
         # The oldest epoch's first: what was computed before a clear() must not come back through another's lease.
         covered = matched // seg.block_size
-        lease = leases.find_lease(seg, namespace, tokens, block_keys, covered, covered, True)
+        lease = leases.find_lease(seg, namespace, tokens, block_keys, covered, covered, False, True)
         born = seg.leases["born"][lease]
         if lease == 0:
             status = NOT_HELD
@@ -100,7 +100,7 @@ def insert(
         status = tree.may_insert(seg, lease, born, epoch)
     if status == OK:
         status, depth, lease = tree.insert(
-            seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, out, counts
+            seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, epoch < 0, out, counts
         )
         born = seg.leases["born"][lease]
     status, wake = _end(seg, status)
@@ -121,13 +121,17 @@ def release(handle, tag, now, lease, born):
     return _end(seg, status)
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _ids, _keys, int64, int64))
-def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, deepest):
-    """(status, wake): drop this worker's deepest lease on the path, its depth in blocks within the bounds."""
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _ids, _keys, int64, int64, int64))
+def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, deepest, by_tokens):
+    """(status, wake): drop this worker's deepest lease on the path, its depth in blocks within the bounds.
+
+    Of equally deep ones, what an insert `by_tokens` took, or, if that is 0, what a lookup took.
+    """
     seg = open_views(handle)
     if not _begin(seg, tag, now):
         return BUSY, 0
-    lease, status = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, False), OK
+    status = OK
+    lease = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, by_tokens != 0, False)
     if lease != 0:
         leases.drop_lease(seg, lease)
     else:
@@ -177,7 +181,7 @@ def copy(handle, tag, now, out):
     seg = open_views(handle)
     if not guard.acquire(seg, TREE, tag, now):
         return BUSY, 0
-    out[:] = all_bytes(handle, len(out))
+    copy_segment(handle, out)
     return _end(seg, OK)
 
 

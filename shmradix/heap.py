@@ -21,7 +21,6 @@ def is_evictable(seg, node):
 def _put(seg, position, last_use, node):
     seg.heap["last_use"][position] = last_use
     seg.heap["node"][position] = node
-    seg.nodes["heap_position"][node] = position
 
 
 @kernel
@@ -71,34 +70,35 @@ def push(seg, key, node):
         seg.private[FAULT] = 1
         return
     seg.state["heap_size"][0] = size
+    seg.nodes["in_heap"][node] = 1
     _sift_up(seg, size, key, node)
 
 
 @kernel
 def offer(seg, node):
     """Let the node be evicted if nothing depends on it; namespaces' roots and entries already there are left alone."""
-    if node >= seg.first_block_node and seg.nodes["heap_position"][node] == 0 and is_evictable(seg, node):
+    if node >= seg.first_block_node and seg.nodes["in_heap"][node] == 0 and is_evictable(seg, node):
         push(seg, seg.nodes["last_use"][node], node)
 
 
 @kernel
-def _drop_top(seg, size):
-    heap = seg.heap
-    seg.nodes["heap_position"][node_at(seg, heap["node"][1])] = 0
+def drop_top(seg):
+    """Take out the entry with the smallest key; there must be one."""
+    heap, size = seg.heap, heap_size(seg)
+    if size == 0:
+        return
+    seg.nodes["in_heap"][node_at(seg, heap["node"][1])] = 0
     seg.state["heap_size"][0] = size - 1
     if size > 1:
         _sift_down(seg, size - 1, heap["last_use"][size], node_at(seg, heap["node"][size]))
 
 
 @kernel
-def pop(seg):
-    """Take out the node with the smallest key, 0 if there is none."""
-    size = heap_size(seg)
-    if size == 0:
-        return np.uint32(0)
-    node = node_at(seg, seg.heap["node"][1])
-    _drop_top(seg, size)
-    return node
+def put_on_top(seg, key, node):
+    """Enter the node, which is not in the heap, in the place of the entry with the smallest key; there must be one."""
+    seg.nodes["in_heap"][node_at(seg, seg.heap["node"][1])] = 0
+    seg.nodes["in_heap"][node] = 1
+    _sift_down(seg, heap_size(seg), key, node)
 
 
 @kernel
@@ -112,9 +112,9 @@ def oldest(seg, latest):
         last_use = seg.nodes["last_use"][node]
         if seg.nodes["born"][node] == 0:
             seg.private[FAULT] = 1
-            _drop_top(seg, size)
+            drop_top(seg)
         elif not is_evictable(seg, node):
-            _drop_top(seg, size)
+            drop_top(seg)
         elif last_use > seg.heap["last_use"][1]:
             _sift_down(seg, size, last_use, node)
         else:
@@ -124,11 +124,7 @@ def oldest(seg, latest):
 @kernel
 def replace_top(seg, node):
     """Take out the top, and let `node` be evicted instead if nothing depends on it: often it stays at the top."""
-    size = heap_size(seg)
-    if size == 0:
-        return
-    if node >= seg.first_block_node and seg.nodes["heap_position"][node] == 0 and is_evictable(seg, node):
-        seg.nodes["heap_position"][node_at(seg, seg.heap["node"][1])] = 0
-        _sift_down(seg, size, seg.nodes["last_use"][node], node)
+    if node >= seg.first_block_node and seg.nodes["in_heap"][node] == 0 and is_evictable(seg, node):
+        put_on_top(seg, seg.nodes["last_use"][node], node)
     else:
-        _drop_top(seg, size)
+        drop_top(seg)

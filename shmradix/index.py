@@ -188,7 +188,7 @@ def add_node(seg, parent, hash_, tokens, start, block_key, block, disk_block, cl
     nodes["disk_block"][node] = disk_block
     nodes["leases"][node] = 0
     nodes["first_child"][node] = 0
-    nodes["heap_position"][node] = 0
+    nodes["in_heap"][node] = 0
     store_release(seg.node_words, node * WORDS, clock)
     append_child(seg, parent, node)
     enter(seg, node, hash_)

@@ -108,7 +108,8 @@ LEASE = np.dtype(
         ("depth", "<u4"),  # of the anchor, in blocks
         ("next_free", "<u4"),
         ("partial_tokens", "<u4"),  # in which the partly matching child agreed
-        ("reserved", "<u8"),
+        ("by_tokens", "<u4"),  # 1: an insert without a match took or moved it, so release(tokens) is to drop it
+        ("reserved", "<u4"),
     ],
     align=True,
 )
@@ -127,7 +128,7 @@ NODE = np.dtype(
         ("next_sibling", "<u4"),  # younger; 0 after the youngest
         ("prev_sibling", "<u4"),  # older; of the oldest: the youngest
         ("hash_next", "<u4"),  # next in its bucket, or in the free list
-        ("heap_position", "<u4"),  # 0: not in the heap
+        ("in_heap", "<u4"),  # 1: it has an entry in the heap
     ],
     align=True,
 )

@@ -30,7 +30,7 @@ def used_leases(seg):
 
 
 @kernel
-def take_lease(seg, node, anchor, depth, partial_tokens, now):
+def take_lease(seg, node, anchor, depth, partial_tokens, by_tokens, now):
     """Pin `node` for this worker; there must be a free lease. Returns the lease's index."""
     state, leases = seg.state, seg.leases
     lease = lease_at(seg, state["free_lease"][0])
@@ -51,6 +51,7 @@ def take_lease(seg, node, anchor, depth, partial_tokens, now):
     leases["anchor"][lease] = anchor
     leases["depth"][lease] = depth
     leases["partial_tokens"][lease] = partial_tokens
+    leases["by_tokens"][lease] = by_tokens
     state["clock"][0] += 1
     store_release(seg.lease_words, lease * WORDS, state["clock"][0])
     seg.nodes["leases"][node] += 1
@@ -79,7 +80,7 @@ def _unpin(seg, node):
 
 
 @kernel
-def move_lease(seg, lease, node, depth):
+def move_lease(seg, lease, node, depth, by_tokens):
     """Let the lease pin `node`, at this depth, instead of what it pinned."""
     leases = seg.leases
     before = node_at(seg, leases["node"][lease])
@@ -88,6 +89,7 @@ def move_lease(seg, lease, node, depth):
     leases["anchor"][lease] = node
     leases["depth"][lease] = depth
     leases["partial_tokens"][lease] = 0
+    leases["by_tokens"][lease] = by_tokens
     _unpin(seg, before)
 
 
@@ -134,20 +136,23 @@ def _agrees_with_partial(seg, lease, depth, tokens, block_keys):
 
 
 @kernel
-def _is_better(seg, lease, other, oldest):
-    """Which lease to find first: of the newest epoch (or the oldest), the deepest, the most partial, the youngest."""
+def _is_better(seg, lease, other, by_tokens, oldest):
+    """Which lease to find first: of the newest epoch (or the oldest), the deepest, taken this way, the most partial,
+    the youngest."""
     leases = seg.leases
     if leases["epoch"][lease] != leases["epoch"][other]:
         return (leases["epoch"][lease] < leases["epoch"][other]) == oldest
     if leases["depth"][lease] != leases["depth"][other]:
         return leases["depth"][lease] > leases["depth"][other]
+    if leases["by_tokens"][lease] != leases["by_tokens"][other]:
+        return (leases["by_tokens"][lease] != 0) == by_tokens
     if leases["partial_tokens"][lease] != leases["partial_tokens"][other]:
         return leases["partial_tokens"][lease] > leases["partial_tokens"][other]
     return leases["born"][lease] > leases["born"][other]
 
 
 @kernel
-def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, oldest):
+def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, by_tokens, oldest):
     """This worker's best lease on the path of `tokens`, its depth within the two bounds, or 0; see `_is_better`."""
     leases, found = seg.leases, np.uint32(0)
     deepest = min(deepest, len(tokens) // seg.block_size)
@@ -155,7 +160,7 @@ def find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, oldest):
         depth = np.int64(leases["depth"][lease])
         if not is_held(seg, lease, leases["born"][lease]) or depth < shallowest or depth > deepest:
             continue
-        if found != 0 and not _is_better(seg, lease, found, oldest):
+        if found != 0 and not _is_better(seg, lease, found, by_tokens, oldest):
             continue
         root = root_above(seg, node_at(seg, leases["anchor"][lease]), depth, tokens, block_keys)
         if root == 0 or not is_namespace(seg, root, namespace):

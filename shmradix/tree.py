@@ -98,7 +98,7 @@ def lookup(seg, now, namespace, tokens, block_keys, out):
     if depth > 0 or partial != 0:
         if not has_free_lease(seg):
             return LEASES_FULL, 0, lease, born, 0, 0, epoch
-        lease = take_lease(seg, pinned, node, depth, agree, now)
+        lease = take_lease(seg, pinned, node, depth, agree, False, now)
         born = seg.leases["born"][lease]
     if depth > 0:
         touch(seg, node)
@@ -158,11 +158,11 @@ def _adopt(seg, node, block, disk_block, out, counts):
 
 
 @kernel
-def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, out, counts):
+def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, by_tokens, out, counts):
     """Store the blocks of `tokens` below the lease's anchor, below the root if `lease` is 0; move or take the lease.
 
-    `depth` and `differs` are what `climb` said; its path is in `out`. Returns (status, depth reached, lease); how many
-    of each row of `out` are filled goes to `counts`.
+    `depth` and `differs` are what `climb` said; its path is in `out`. `by_tokens`: no match is to have the lease.
+    Returns (status, depth reached, lease); how many of each row of `out` are filled goes to `counts`.
     """
     nodes, size = seg.nodes, seg.block_size
     full = len(tokens) // size
@@ -215,9 +215,9 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
     if depth > 0:
         touch(seg, node)
         if lease != 0:
-            move_lease(seg, lease, node, depth)
+            move_lease(seg, lease, node, depth, by_tokens)
         else:
-            lease = take_lease(seg, node, node, depth, 0, now)
+            lease = take_lease(seg, node, node, depth, 0, by_tokens, now)
     count(seg, INSERTS, 1)
     count(seg, INSERTED_BLOCKS, room)
     count(seg, DUPLICATE_BLOCKS, counts[DUPLICATE])

@@ -103,7 +103,7 @@ def _indexes(image: Image) -> Iterator[str]:
     for field in ("parent", "first_child", "next_sibling", "hash_next"):
         yield from _outside(field, live, views.nodes[field], limit)
     yield from _outside("prev_sibling", image.blocks, views.nodes["prev_sibling"], limit)
-    yield from _outside("heap_position", image.blocks, views.nodes["heap_position"], len(views.heap))
+    yield from _outside("in_heap", image.blocks, views.nodes["in_heap"], 2)
     for field in ("node", "anchor"):
         yield from _outside(f"{field} of lease", image.leases, views.leases[field], limit)
     yield from _outside("bucket", np.arange(len(views.buckets)), views.buckets, limit)
@@ -302,10 +302,9 @@ def _pins(image: Image) -> Iterator[str]:
 def _heap(image: Image) -> Iterator[str]:
     nodes, size = image.views.nodes, int(image.views.state["heap_size"][0])
     node, key = image.views.heap["node"][1 : size + 1], image.views.heap["last_use"][1 : size + 1]
-    position = np.zeros(len(nodes), np.int64)
-    position[node] = np.arange(1, size + 1)
-    if (nodes["heap_position"][image.blocks] != position[image.blocks]).any() or len(np.unique(node)) != size:
-        yield "heap positions"
+    entries = np.bincount(node, minlength=len(nodes))
+    if (nodes["in_heap"][image.blocks] != entries[image.blocks]).any() or (entries > 1).any():
+        yield "nodes that say they are in it are not, or the other way round, or an entry occurs twice"
     if (nodes["born"][node] == 0).any() or (node < image.first_block_node).any():
         yield "an entry is no live block"
     child = np.arange(2, size + 1)
@@ -314,7 +313,7 @@ def _heap(image: Image) -> Iterator[str]:
     if (key > nodes["last_use"][node]).any():
         yield "a key is later than its node's last use"
     evictable = image.blocks[(nodes["first_child"][image.blocks] == 0) & (nodes["leases"][image.blocks] == 0)]
-    missing = evictable[position[evictable] == 0]
+    missing = evictable[entries[evictable] == 0]
     if missing.size:
         yield f"leaves {_few(missing)} are not in it"
 

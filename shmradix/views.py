@@ -12,7 +12,7 @@ from numba import carray
 
 from shmradix import layout
 from shmradix.atomics import as_pointer
-from shmradix.compile import inlined, kernel
+from shmradix.compile import inlined, kernel, opener
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import Geometry
 
@@ -66,14 +66,14 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
     return handle
 
 
-@kernel
-def all_bytes(handle, size):
-    """The segment behind a handle's address as uint8[size]."""
+@opener
+def copy_segment(handle, out):
+    """Copy the segment behind a handle's address to uint8 `out`."""
     h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
-    return carray(as_pointer(h[17]), (size,), np.uint8)
+    out[:] = carray(as_pointer(h[17]), (len(out),), np.uint8)
 
 
-@kernel
+@opener
 def open_views(handle):
     """The arrays behind a handle's address."""
     h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)

@@ -151,7 +151,9 @@ def _release(shape: Shape, held: Held, number: int) -> Iterator[Operation]:
         return entries.release(handle, TAG, NOW, held.real._lease, held.real._born)
 
     def release_path(entries: Any, handle: int) -> Any:
-        return entries.release_path(handle, TAG, NOW, *_arrays(request), 0, len(request.tokens) // SIZES["block_size"])
+        return entries.release_path(
+            handle, TAG, NOW, *_arrays(request), 0, len(request.tokens) // SIZES["block_size"], 1
+        )
 
     yield Operation(f"release match {number}", release, request, lambda: states(False))
     yield Operation(f"release path {number}", release_path, request, lambda: states(True))

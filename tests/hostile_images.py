@@ -150,9 +150,9 @@ def _heap(how: str, image: Image) -> None:
     elif how in ("early", "late"):
         entries["last_use"] = -LAST - 1 if how == "early" else LAST
     elif how == "positions":
-        views.nodes["heap_position"][first:] = image.chance.integers(0, len(views.heap), len(views.nodes) - first)
+        views.nodes["in_heap"][first:] = image.chance.integers(0, 3, len(views.nodes) - first)
     elif how == "empty":
-        views.nodes["heap_position"] = 0
+        views.nodes["in_heap"] = 0
         views.state["heap_size"] = 0
     else:
         views.state["heap_size"] = min(size + 1, WHOLE - 1) if how == "larger" else len(views.heap) - 1
@@ -213,9 +213,9 @@ def _other_geometry(changed: dict[str, int], image: Image) -> None:
 
 MARKS = ("nodes_used", "namespaces_used", "leases_used")
 TOTALS = ("free_node", "free_namespace", "free_lease", "live_blocks", "live_namespaces", "live_leases", "heap_size")
-DERIVED = {"hash", "leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "next_free"}
+DERIVED = {"hash", "leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "in_heap", "next_free"}
 INDEXES = {
-    "nodes": ("parent", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "leases", "hash"),
+    "nodes": ("parent", "first_child", "next_sibling", "prev_sibling", "hash_next", "in_heap", "leases", "hash"),
     "leases": ("worker", "node", "anchor", "depth", "next_free", "partial_tokens"),
     "heap": ("node",), "buckets": (None,),
 }  # fmt: skip
@@ -235,7 +235,7 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
     for b, base in enumerate(all_bases):
         geometry = base.geometry
         most = {"nodes": geometry.node_count, "leases": geometry.node_count, "heap": geometry.node_count,
-                "buckets": geometry.node_count, "heap_position": 1 + geometry.max_blocks,
+                "buckets": geometry.node_count, "in_heap": 2,
                 "next_free": 1 + geometry.max_leases, "worker": geometry.max_workers}  # fmt: skip
         for section, fields in INDEXES.items():
             for field, one, value in itertools.product(fields, (True, False), (-1, 0, 1, WHOLE)):

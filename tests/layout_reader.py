@@ -33,13 +33,13 @@ RECORDS = {
     "lease": (
         64,
         "0 born i64, 8 taken_ns i64, 16 epoch i64, 24 generation i64, 32 worker u32, 36 node u32, 40 anchor u32, "
-        "44 depth u32, 48 next_free u32, 52 partial_tokens u32, 56 reserved u64",
+        "44 depth u32, 48 next_free u32, 52 partial_tokens u32, 56 by_tokens u32, 60 reserved u32",
     ),
     "node": (
         64,
         "0 born i64, 8 last_use i64, 16 block_key u64, 24 hash u32, 28 parent u32, 32 block u32, 36 disk_block u32, "
         "40 leases u32, 44 first_child u32, 48 next_sibling u32, 52 prev_sibling u32, 56 hash_next u32, "
-        "60 heap_position u32",
+        "60 in_heap u32",
     ),
     "heap": (16, "0 last_use i64, 8 node u32, 12 padding u32"),
     "snapshot": (
@@ -125,7 +125,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0xC6589C9A4789EEF4
+        assert header["fingerprint"] == 0xE7978B0E044625DD
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]

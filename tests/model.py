@@ -80,6 +80,7 @@ class Lease:
     node: Node
     anchor: Node
     agreed: int  # tokens that the partly matching child below the anchor has in common with the prompt
+    by_tokens: bool  # an insert without a match took or moved it
 
     @property
     def depth(self) -> int:
@@ -159,11 +160,14 @@ class Model:
                 best = (child, agreed)
         return best
 
-    def held(self, client: int, request: Request, depths: range, oldest: bool) -> Lease | None:
-        """The client's lease on that path: newest (or oldest) epoch, the deepest, the most partial, the youngest."""
-        best, best_rank = None, (-self.epoch - 1, -1, -1)
+    def held(
+        self, client: int, request: Request, depths: range, by_tokens: bool = False, oldest: bool = False
+    ) -> Lease | None:
+        """The client's lease on that path: newest (or oldest) epoch, deepest, taken so, most partial, youngest."""
+        best, best_rank = None, (-self.epoch - 1, -1, False, -1)
         for lease in self.leases:  # the oldest first
-            rank = (-lease.anchor.epoch if oldest else lease.anchor.epoch, lease.depth, lease.agreed)
+            epoch = -lease.anchor.epoch if oldest else lease.anchor.epoch
+            rank = (epoch, lease.depth, lease.by_tokens == by_tokens, lease.agreed)
             mine = (lease.client, lease.anchor.namespace) == (client, request.namespace)
             if mine and lease.depth in depths and rank >= best_rank and self.leads_to(lease, request):
                 best, best_rank = lease, rank
@@ -191,8 +195,8 @@ class Model:
         if len(self.leases) == self.max_leases:
             raise errors.LeasesFull
 
-    def take(self, client: int, node: Node, anchor: Node, agreed: int = 0) -> Lease:
-        lease = Lease(client, node, anchor, agreed)
+    def take(self, client: int, node: Node, anchor: Node, agreed: int = 0, by_tokens: bool = False) -> Lease:
+        lease = Lease(client, node, anchor, agreed, by_tokens)
         node.pins += 1
         self.leases.append(lease)
         return lease
@@ -276,9 +280,9 @@ class Model:
         if lease:
             lease.node.pins -= 1
             path[-1].pins += 1
-            lease.node, lease.anchor, lease.agreed = path[-1], path[-1], 0
+            lease.node, lease.anchor, lease.agreed, lease.by_tokens = path[-1], path[-1], 0, match is None
         else:
-            lease = self.take(client, path[-1], path[-1])
+            lease = self.take(client, path[-1], path[-1], 0, by_tokens=match is None)
         if match:
             match.lease = lease
         return answer
@@ -304,7 +308,7 @@ class Model:
     def release(self, client: int, request: Request, matched: int | None = None) -> None:
         depth = 0 if matched is None else matched // self.block_size
         depths = range(len(request.tokens) + 1) if matched is None else range(depth, depth + 1)
-        lease = self.held(client, request, depths, oldest=False)
+        lease = self.held(client, request, depths, by_tokens=matched is None)
         if lease:
             self.drop(lease)
         elif matched is None or depth:

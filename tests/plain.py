@@ -102,7 +102,7 @@ def _same(function: Any) -> Any:
 
 
 _ABSENT = _Absent()
-_COMPILE = SimpleNamespace(kernel=_same, inlined=_same, entry=lambda signature: _same)
+_COMPILE = SimpleNamespace(kernel=_same, inlined=_same, opener=_same, entry=lambda signature: _same)
 
 
 class Kernels:

@@ -230,6 +230,35 @@ def test_a_release_prefers_the_lease_that_shares_the_partial_block(siblings: Rad
         partial.release()
 
 
+@pytest.mark.parametrize("match_is_younger", [False, True])
+@pytest.mark.parametrize("length", [4, 7], ids=["no partial block", "a partial block"])
+def test_a_release_by_tokens_spares_an_open_match(siblings: RadixCache, length: int, match_is_younger: bool) -> None:
+    """An insert without a match takes a lease just as deep; whichever came first, the release drops that one."""
+    if match_is_younger:
+        siblings.insert(FIRST[:4], [0])
+        match = siblings.lookup(FIRST[:length])
+    else:
+        match = siblings.lookup(FIRST[:length])
+        siblings.insert(FIRST[:4], [0])
+    siblings.release(FIRST[:length])
+    pinned = [0] if match.partial_block is None else [0, match.partial_block]
+    assert sorted(siblings.evict(64).blocks.tolist()) == sorted({0, 1, 2} - set(pinned))
+    match.release()
+    assert siblings.stats().leases == 0
+
+
+@pytest.mark.parametrize("lookup_is_younger", [False, True])
+def test_undoing_a_lookup_spares_what_an_insert_by_tokens_holds(siblings: RadixCache, lookup_is_younger: bool) -> None:
+    steps: list[Callable[[], object]] = [lambda: siblings.insert(FIRST[:4], [0]), lambda: siblings.lookup(FIRST[:4])]
+    for step in steps if lookup_is_younger else steps[::-1]:
+        step()
+    open_match = siblings.lookup(FIRST[:7])
+    siblings.release_matched(FIRST[:4], 4)
+    siblings.release(FIRST[:7])
+    open_match.release()
+    assert siblings.stats().leases == 0
+
+
 def test_an_insert_of_one_request_leaves_anothers_partial_block_pinned(siblings: RadixCache) -> None:
     theirs = siblings.lookup(SECOND[:7])
     ours = siblings.lookup([*FIRST[:7], 0])

@@ -177,7 +177,7 @@ TOTALS = (
     "live_namespaces", "live_leases", "heap_size",
 )  # fmt: skip
 NODE_FIELDS = (
-    "parent", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "leases", "hash", "born",
+    "parent", "first_child", "next_sibling", "prev_sibling", "hash_next", "in_heap", "leases", "hash", "born",
     "block", "last_use",
 )  # fmt: skip
 LEASE_FIELDS = ("worker", "node", "anchor", "depth", "next_free", "partial_tokens", "born", "generation", "epoch")
@@ -255,7 +255,7 @@ def test_a_free_list_that_leads_to_what_is_in_use_is_noticed(cache_factory: Cach
 def test_what_a_rebuild_of_a_damaged_segment_meets_is_not_reported_later(cache_factory: CacheFactory) -> None:
     patient = Patient(cache_factory(**SIZES))
     views: Any = patient.cache._segment.views
-    for field in ("first_child", "next_sibling", "hash_next", "heap_position"):
+    for field in ("first_child", "next_sibling", "hash_next", "in_heap"):
         views.nodes[field] = WHOLE - 1
     for field in TOTALS:
         if not field.endswith("_used"):

@@ -191,8 +191,7 @@ def check_heap(reader: Reader, live: list[int]) -> None:
     keys = {at: reader.get("heap", at, "last_use") for at in entries}
     nodes = {at: reader.get("heap", at, "node") for at in entries}
     assert all(keys[at // 2] <= keys[at] <= reader.node(nodes[at], "last_use") for at in entries[1:])
-    positions = {node: reader.node(node, "heap_position") for node in live}
-    assert {node: at for node, at in positions.items() if at} == {node: at for at, node in nodes.items()}
+    assert sorted(nodes.values()) == [node for node in live if reader.node(node, "in_heap")]
     free = {node for node in live if not reader.node(node, "first_child") and not reader.node(node, "leases")}
     assert free <= {*nodes.values()}
 

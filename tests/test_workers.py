@@ -314,7 +314,7 @@ def scribble(state: SimpleNamespace) -> None:
     """Leave the segment as a worker that died in the middle of a change might: all that can be derived is wrong."""
     views = state.cache._segment.views
     views.guards["dirty"][0] = 1
-    for field in ("leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "heap_position", "hash"):
+    for field in ("leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "in_heap", "hash"):
         views.nodes[field] = 3
     for total in ("free_node", "live_blocks", "live_leases", "live_namespaces", "free_lease", "heap_size"):
         views.state[total] = 5

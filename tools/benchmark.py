@@ -180,19 +180,33 @@ def evictions(runs: int) -> Row:
     return row(f"evict, of {EVICTION_BLOCKS:,} blocks", EVICTION_BATCH * BLOCK_SIZE, EVICTION_BATCH, times[1:])
 
 
-def rebuilds(blocks: int, runs: int) -> Row:
-    """Takeovers of the guard from an owner that died in the middle of a change, and the rebuild that takes."""
+def rebuilds(blocks: int, worn: bool, runs: int) -> Row:
+    """Takeovers of the guard from an owner that died in the middle of a change, and the rebuild that takes.
+
+    A worn cache had half its prompts evicted, not in the order in which they came, and others stored.
+    """
     count = blocks // EVICTION_PROMPT_BLOCKS
+    prompts = make_prompts(EVICTION_PROMPT_BLOCKS * BLOCK_SIZE, count + count // 2, 0)
     times = []
     with scratch_cache(blocks) as cache:
-        store(cache, make_prompts(EVICTION_PROMPT_BLOCKS * BLOCK_SIZE, count, 0))
+        store(cache, prompts[:count])
+        if worn:
+            for i in np.random.default_rng(1).permutation(count)[: count // 2]:
+                cache.lookup(prompts[i][0]).release()
+            cache.evict(count // 2 * EVICTION_PROMPT_BLOCKS)
+            store(cache, prompts[count:])
         guards = cache._segment.views.guards
         for _ in range(runs):
             before = cache.stats().rebuild_ns
             guards["owner"][0], guards["dirty"][0] = tag_of(0, 1 << 40), 1  # a generation that slot 0 never had
             times.append(float(cache.stats().rebuild_ns - before))
         del guards
-    return row("takeover and rebuild", count * EVICTION_PROMPT_BLOCKS * BLOCK_SIZE, blocks, times)
+    return row(
+        "takeover and rebuild, worn" if worn else "takeover and rebuild",
+        count * EVICTION_PROMPT_BLOCKS * BLOCK_SIZE,
+        blocks,
+        times,
+    )
 
 
 def rival(
@@ -261,7 +275,8 @@ def run_all(quick: bool) -> Iterator[Row]:
         yield inserts(tokens, count, runs)
     yield evictions(runs)
     for blocks in (10_000, 100_000) if quick else (10_000, 100_000, 1_000_000):
-        yield rebuilds(blocks, 5)
+        yield rebuilds(blocks, False, 5)
+        yield rebuilds(blocks, True, 5)
     yield from startups(3 if quick else 7)
 
 
