@@ -2,11 +2,12 @@
 
 import builtins
 import contextlib
+import dataclasses
 import importlib
 import threading
 import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -22,31 +23,27 @@ from shmradix.errors import (
     SegmentNotFound,
 )
 from shmradix.inputs import (
-    BASE_NAMESPACE,
     NO_IDS,
     Ids,
     as_block_keys,
     as_block_table,
     as_count,
     as_disk_table,
-    as_namespace,
+    as_session,
     as_tokens,
 )
-from shmradix.layout import COUNTERS, Geometry
+from shmradix.layout import COUNTERS, RETENTIONS, Geometry
 from shmradix.results import EvictedBlocks, InsertAcquired, PrefixMatch, Stats
 from shmradix.segment import Segment
+from shmradix.snapshot_methods import PendingSnapshot, SnapshotMethods
 from shmradix.status import LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
 from shmradix.verify import Violation
 
-if TYPE_CHECKING:
-    from shmradix.workers import Worker
-
 LATEST = (1 << 63) - 1  # later than any clock
 _EVICT_STEP = 1024  # blocks that are taken out in one critical section
-_NAMESPACES_KEPT = 4096  # digests of salts that a handle remembers
 
 
-class RadixCache:
+class RadixCache(SnapshotMethods):
     """A radix tree over block-sized chunks of token ids in shared memory: how much of a prompt is cached, and where.
 
     Get one with `create`, `attach` or `open`; each handle is one worker. A handle may be used by many threads; a forked
@@ -55,17 +52,11 @@ class RadixCache:
     """
 
     def __init__(self, segment: Segment, lock_timeout: float | None, created: bool) -> None:
-        self._segment = segment
-        self._namespaces: dict[tuple[int, bytes], np.ndarray] = {}
+        super().__init__(segment)
         self.created = created
         """Whether this very call created the segment."""
-        self.name = segment.name
-        self.block_size = segment.geometry.block_size
-        self.max_blocks = segment.geometry.max_blocks
-        self.incarnation = segment.incarnation
-        """Differs for every segment ever created, also under one name."""
         try:
-            self._worker: Worker = _workers().Worker(segment, lock_timeout)
+            self._worker = _workers(segment.geometry).Worker(segment, lock_timeout)
         except BaseException:
             if created:
                 segments.unlink(segment.name, segment.inode)
@@ -83,22 +74,32 @@ class RadixCache:
         block_size: int = 16,
         max_leases: int = 4096,
         max_workers: int = 64,
-        max_snapshots: int = 0,
         max_namespaces: int = 256,
+        max_snapshots: int = 0,
+        snapshot_slots: int = 0,
+        snapshot_alpha: float = 0.0,
+        tail_lease: int = 64,
+        retention: str = "session",
         mode: int = 0o600,
         lock_timeout: float | None = None,
     ) -> "RadixCache":
         """Create the segment `/shmradix.<name>`, with all its memory reserved, and attach to it.
 
         `block_size` is in tokens; `max_leases` bounds the requests in flight, `max_namespaces` the pairs of adapter and
-        salt that have blocks; `max_snapshots` reserves room for the snapshot index. `mode` is the file's, whatever
-        the umask. A call that finds a guard held by a live worker for longer than `lock_timeout` seconds raises
-        LockTimeout; None waits. Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
+        salt that have blocks. `mode` is the file's, whatever the umask. A call that finds a guard held by a live worker
+        for longer than `lock_timeout` seconds raises LockTimeout; None waits.
+
+        `max_snapshots` gives the cache a snapshot index, for saved states of recurrent layers, spilled ones too; of the
+        slots that hold them `snapshot_slots` are managed by the cache, 0 leaves that to the callers. `retention`
+        ("session" or "chain"), `snapshot_alpha` and `tail_lease` say which go first; see docs/snapshots.md.
+
+        Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
         """
-        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
+        index = max_snapshots, snapshot_slots, tail_lease, _as_retention(retention), snapshot_alpha
+        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, *index)
         mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
         segments.check_name(name)
-        _workers()  # compiled before anything exists that an interrupted compilation would leave behind
+        _workers(geometry)  # compiled before anything exists that an interrupted compilation would leave behind
         return cls(segments.create(name, geometry, mode, timeout), timeout, created=True)
 
     @classmethod
@@ -129,8 +130,12 @@ class RadixCache:
         block_size: int = 16,
         max_leases: int = 4096,
         max_workers: int = 64,
-        max_snapshots: int = 0,
         max_namespaces: int = 256,
+        max_snapshots: int = 0,
+        snapshot_slots: int = 0,
+        snapshot_alpha: float = 0.0,
+        tail_lease: int = 64,
+        retention: str = "session",
         mode: int = 0o600,
         lock_timeout: float | None = None,
     ) -> "RadixCache":
@@ -138,7 +143,8 @@ class RadixCache:
 
         Raises what `create` and `attach` raise, and LayoutMismatch where the segment exists with other sizes.
         """
-        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, max_snapshots)
+        index = max_snapshots, snapshot_slots, tail_lease, _as_retention(retention), snapshot_alpha
+        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, *index)
         mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
         while True:
             with contextlib.suppress(SegmentNotFound):
@@ -201,13 +207,26 @@ class RadixCache:
     # --- the tree -----------------------------------------------------------------------------------------
 
     def lookup(
-        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+        self,
+        tokens: Ids,
+        *,
+        adapter_id: int = 0,
+        salt: bytes | None = None,
+        block_keys: Ids | None = None,
+        session: int = 0,
+        max_snapshot_tokens: int | None = None,
+        require_snapshot: bool = False,
+        hermetic: bool = False,
     ) -> PrefixMatch:
         """Find the longest cached prefix of `tokens`, and lease it: none of its blocks is evicted until the release.
 
         `tokens` are uint32 ids; `adapter_id` and `salt` choose the namespace; `block_keys` are uint64, one for each
         full block, and must match too. A match may lease a `partial_block` even where it matched no whole one.
-        Raises LeasesFull.
+
+        With a snapshot index the match also names, and pins, the deepest saved state within what matched and within
+        `max_snapshot_tokens` (the prompt's length - 1, where the last token's logits are wanted): of any session, but
+        tails of this `session` only, and of this session only if `hermetic`. With `require_snapshot` the match is cut
+        to the blocks up to that state, and is empty without one. Raises LeasesFull.
         """
         ids = as_tokens(tokens)
         namespace = self._namespace(adapter_id, salt)
@@ -221,10 +240,46 @@ class RadixCache:
             if answer[0]:
                 raise self._leases_full()
         _, _, depth, lease, born, block, agree, epoch = answer
-        return PrefixMatch(
+        match = PrefixMatch(
             self, namespace, rows, depth, self.block_size, lease, born,
             block if agree else None, agree, epoch,
         )  # fmt: skip
+        if worker.snapshots is not None or require_snapshot:
+            self._find_snapshot(match, ids, keys, session, max_snapshot_tokens, require_snapshot, hermetic)
+        return match
+
+    def _find_snapshot(
+        self,
+        match: PrefixMatch,
+        ids: np.ndarray,
+        keys: np.ndarray,
+        session: int,
+        max_snapshot_tokens: int | None,
+        require_snapshot: bool,
+        hermetic: bool,
+    ) -> None:
+        """The snapshot half of a lookup; gives the lease back where it fails."""
+        try:
+            gate = as_session(session), bool(hermetic)
+            limit = match.matched_tokens
+            if max_snapshot_tokens is not None:
+                limit = min(limit, as_count("max_snapshot_tokens", max_snapshot_tokens))
+            if match.matched_tokens:
+                self._resume(match, ids, keys, limit, gate)
+            if require_snapshot:
+                self._cut(match)
+        except BaseException:
+            match.release()
+            raise
+
+    def _cut(self, match: PrefixMatch) -> None:
+        """Let the match end with the block in which its snapshot does."""
+        depth = -(-(match.snapshot_tokens or match.snapshot_tier_tokens) // self.block_size)
+        if match._lease:
+            self._worker.run(self._worker.entries.shorten, match._lease, match._born, depth)
+        if not depth:
+            match._lease = 0
+        match._cut_to(depth, self.block_size)
 
     def peek_matched_tokens(
         self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
@@ -280,6 +335,34 @@ class RadixCache:
         if status:
             raise self._insert_error(status, matched, match)
         return InsertAcquired(depth * self.block_size, *(out[i, : counts[i]].copy() for i in range(4)))
+
+    def insert_with_snapshot(
+        self,
+        tokens: Ids,
+        block_table: Ids,
+        slot: int,
+        *,
+        session: int = 0,
+        finish: bool = False,
+        disk_block_ids: Ids | None = None,
+        matched_tokens: int = 0,
+        match: PrefixMatch | None = None,
+        adapter_id: int = 0,
+        salt: bytes | None = None,
+        block_keys: Ids | None = None,
+    ) -> tuple[builtins.list[int], InsertAcquired]:
+        """`insert`, and say that `slot` holds the state after all of `tokens`, whether in whole blocks or not.
+
+        `finish`: a prompt with its answer, see `reserve_snapshot`. Returns the slots that are the caller's to free now,
+        as `insert_intermediate_snapshot` does, and what the insert did. Raises what the two raise.
+        """
+        where: dict[str, Any] = {"adapter_id": adapter_id, "salt": salt, "block_keys": block_keys, "match": match}
+        prefix = self._prefix(tokens, "finish" if finish else "plain", session, **where)
+        with PendingSnapshot(self, prefix, slot, *self._register(prefix, slot)) as pending:
+            acquired = self.insert(
+                tokens, block_table, disk_block_ids=disk_block_ids, matched_tokens=matched_tokens, **where
+            )
+            return [slot] if acquired.stale else pending.commit(), acquired
 
     def _insert(
         self, match: PrefixMatch | None, arguments: tuple[Any, ...], out: np.ndarray, counts: np.ndarray
@@ -342,7 +425,10 @@ class RadixCache:
         Returns the blocks that nobody leases. The leased ones come out of `evict`, before all others, once their leases
         are gone. An insert through a match from before stores nothing; one without a match is taken at its word.
         """
-        return self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2], reap=False)
+        blocks = self._evict(self.max_blocks, self._worker.run(self._worker.entries.hide_all)[2], reap=False)
+        if self._worker.snapshots is None:
+            return blocks
+        return dataclasses.replace(blocks, snapshot_slots=self._drop_hidden())
 
     def reap(self) -> int:
         """Free the leases of workers that died, and their slots. Returns how many workers that were."""
@@ -365,34 +451,14 @@ class RadixCache:
         seen = np.zeros(geometry.node_count, np.uint8)
         _, _, blocks, leased, leases, namespaces = self._worker.run(self._worker.entries.totals, seen)
         counters, recoveries, workers = self._worker.counters()
+        snapshots, tiered = self._snapshot_totals()
         return Stats(
             **dict(zip(COUNTERS, counters)), recoveries=recoveries, blocks_live=blocks, blocks_leased=leased,
             blocks_evictable=blocks - leased, blocks_free=geometry.max_blocks - blocks, leases=leases, workers=workers,
-            namespaces=namespaces,
+            namespaces=namespaces, snapshots=snapshots, snapshots_tiered=tiered,
         )  # fmt: skip
 
     # --- helpers ------------------------------------------------------------------------------------------
-
-    def _namespace(self, adapter_id: int, salt: bytes | None) -> np.ndarray:
-        if type(adapter_id) is not int or type(salt) is not bytes:
-            base = type(adapter_id) is int and adapter_id == 0 and salt is None
-            return BASE_NAMESPACE if base else as_namespace(adapter_id, salt)
-        known = self._namespaces.get((adapter_id, salt))
-        if known is None:
-            known = as_namespace(adapter_id, salt)
-            if len(self._namespaces) >= _NAMESPACES_KEPT:
-                self._namespaces.clear()
-            self._namespaces[adapter_id, salt] = known
-        return known
-
-    def _namespace_of(self, match: PrefixMatch, namespace: np.ndarray) -> np.ndarray:
-        if not isinstance(match, PrefixMatch):
-            raise TypeError(f"match={match!r}: expected a PrefixMatch")
-        if match._owner is not self:
-            raise ValueError(f"match={match!r} comes from another cache handle: look the prompt up in this one")
-        if namespace is not BASE_NAMESPACE and not np.array_equal(namespace, match._namespace):
-            raise ValueError("adapter_id and salt differ from the match's: leave them out, or look up with them")
-        return match._namespace
 
     def _release_match(self, match: PrefixMatch) -> None:
         """Drop the match's lease, once."""
@@ -404,7 +470,10 @@ class RadixCache:
     def _release_lease(self, match: PrefixMatch) -> None:
         if match.released:
             return
-        if match._lease and self._worker.call(self._worker.entries.release, match._lease, match._born)[0]:
+        worker, anchor = self._worker, match._anchor
+        bad = bool(anchor.pin) and worker.call(self._entries().unpin, anchor.pin, anchor.born)[0]
+        match._anchor = anchor._replace(pin=0)
+        if bad or (match._lease and worker.call(worker.entries.release, match._lease, match._born)[0]):
             raise LeaseError(
                 f"the lease of {match!r} is not this worker's: only the process that took it can release it"
             )
@@ -470,11 +539,19 @@ class RadixCache:
         )
 
 
-def _workers() -> Any:
+def _workers(geometry: Geometry) -> Any:
     """The module `workers`, imported at first use: importing shmradix must not import numba."""
     workers = importlib.import_module("shmradix.workers")
     workers.compile.load()
+    if geometry.max_snapshots:
+        workers.compile.load("snapshot_entries")
     return workers
+
+
+def _as_retention(value: Any) -> int:
+    if value not in RETENTIONS:
+        raise ValueError(f"retention={value!r}: expected one of {', '.join(RETENTIONS)}")
+    return RETENTIONS.index(value)
 
 
 def _as_mode(value: Any) -> int:

@@ -21,8 +21,8 @@ import numba
 import xxhash
 
 SOURCES = (
-    "atomics", "compile", "entries", "guard", "hash_keys", "hashing", "heap", "index", "layout", "leases", "recovery",
-    "status", "tree", "views",
+    "anchors", "atomics", "compile", "entries", "guard", "hash_keys", "hashing", "heap", "index", "layout", "leases",
+    "recovery", "retention", "snapshot_entries", "snapshot_views", "snapshots", "status", "tree", "views",
 )  # fmt: skip
 """The modules that end up in compiled code."""
 
@@ -114,15 +114,15 @@ def _one_at_a_time(directory: Path | None) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where another thread forked meanwhile
 
 
-_loaded: list[Any] = []
+_loaded: dict[str, Any] = {}
 _NOTICE = "shmradix compiles its kernels for this machine: 10 to 30 seconds, once (kept in %s)"
 
 
-def load() -> Any:
-    """The compiled entry points; says so on the log where compiling them, or waiting for that, takes over a second."""
-    if _loaded:
-        return _loaded[0]
-    done = _cache / "done" if _cache else None
+def load(module: str = "entries") -> Any:
+    """A module of compiled entry points; says so on the log where compiling them, or waiting for that, takes long."""
+    if module in _loaded:
+        return _loaded[module]
+    done = _cache / f"{module}.done" if _cache else None
     notice = threading.Timer(NOTICE_AFTER, _log.warning, (_NOTICE, _cache or "nowhere: no place is ours to write"))
     notice.daemon = True
     is_done = done is not None and done.exists()
@@ -132,10 +132,10 @@ def load() -> Any:
     try:
         with _one_at_a_time(None if is_done else _cache):  # loading needs no turns
             numba.config.CACHE_DIR = str(_cache or previous)
-            _loaded.append(importlib.import_module("shmradix.entries"))
+            _loaded[module] = importlib.import_module(f"shmradix.{module}")
             if done is not None:
                 done.touch()
     finally:
         numba.config.CACHE_DIR = previous
         notice.cancel()
-    return _loaded[0]
+    return _loaded[module]

@@ -1,7 +1,7 @@
 """The compiled entry points: one call from Python is one critical section.
 
 Each takes a handle's address, the worker's tag and the monotonic time, acquires, works, releases. Each returns int64s,
-the first a status, the second whether to wake somebody who waits for the guard.
+the first a status, the second 1 + the guard whose waiters are to be woken, or 0.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def _begin(seg, tag, now):
 
 @kernel
 def _end(seg, status):
-    """Release the tree guard. Returns the status and whether to wake somebody."""
+    """Release the tree guard. Returns the status and which guard's waiters to wake: 1 + TREE, or 0."""
     status = _checked(seg, status)
     return status, np.int64(guard.release(seg, TREE))
 
@@ -116,6 +116,20 @@ def release(handle, tag, now, lease, born):
     status = OK
     if leases.is_held(seg, lease, born):
         leases.drop_lease(seg, lease)
+    else:
+        status = NOT_HELD
+    return _end(seg, status)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64, int64))
+def shorten(handle, tag, now, lease, born, depth):
+    """(status, wake): let the lookup's lease hold no more than its first `depth` blocks; see tree.shorten."""
+    seg = open_views(handle)
+    if not _begin(seg, tag, now):
+        return BUSY, 0
+    status = OK
+    if leases.is_held(seg, lease, born) and depth <= seg.leases["depth"][lease]:
+        tree.shorten(seg, lease, depth)
     else:
         status = NOT_HELD
     return _end(seg, status)
@@ -217,4 +231,4 @@ def take_over(handle, tag, now, which, dead):
         recovery.rebuild(seg)
         seg.private[FAULT] = 0  # what it met on the way is put right
         done = 2
-    return done, np.int64(guard.release(seg, which))
+    return done, (1 + which) * np.int64(guard.release(seg, which))

@@ -45,6 +45,18 @@ class NamespacesFull(ShmradixError):
     """Every namespace (adapter and salt) is in use."""
 
 
+class SnapshotsFull(ShmradixError):
+    """Every record of the snapshot index is in use."""
+
+
+class SlotsFull(ShmradixError):
+    """No snapshot slot can be had: all are in use and none may be evicted."""
+
+
+class SlotError(ShmradixError):
+    """The snapshot slot is in the index already, or not this worker's."""
+
+
 class LeaseError(ShmradixError):
     """The lease is not held by this worker."""
 

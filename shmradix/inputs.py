@@ -118,6 +118,11 @@ def as_count(name: str, value: Any, high: int | None = None, limit: str = "") ->
     return number
 
 
+def as_session(session: int) -> int:
+    """A session's hash, from 0 (none) to 2^64 - 1."""
+    return as_count("session", session, TOKEN_MAX << 32 | TOKEN_MAX)
+
+
 def as_namespace(adapter_id: int, salt: bytes | None) -> np.ndarray:
     """The namespace's key, uint64[5]: adapter id, then the blake2b-256 digest of the salt, zeros if none."""
     key = np.zeros(5, _U64)

@@ -25,14 +25,16 @@ HEADER = np.dtype(
         "names": [
             "magic", "version", "byte_order", "fingerprint", "size", "incarnation", "hash_seed", "created_ns",
             "boot_id", "creator_pid", "block_size", "max_blocks", "max_namespaces", "max_leases",
-            "max_workers", "max_snapshots", "bucket_count",
+            "max_workers", "max_snapshots", "bucket_count", "snapshot_slots", "tail_lease", "retention",
+            "snapshot_alpha",
         ],
         "formats": [
             "<u8", "<u4", "<u4", "<u8", "<u8", "<u8", "<u8", "<i8",
             ("<u8", (2,)), "<u4", "<u4", "<u4", "<u4", "<u4",
-            "<u4", "<u4", "<u4",
+            "<u4", "<u4", "<u4", "<u4", "<u4", "<u4",
+            "<f8",
         ],
-        "offsets": [0, 8, 12, 16, 24, 32, 40, 48, 56, 72, 76, 80, 84, 88, 92, 96, 100],
+        "offsets": [0, 8, 12, 16, 24, 32, 40, 48, 56, 72, 76, 80, 84, 88, 92, 96, 100, 104, 108, 112, 120],
         "itemsize": 4096,
     },
     align=True,
@@ -71,7 +73,10 @@ STATE = np.dtype(
 
 COUNTERS = (
     "lookups", "hits", "hit_tokens", "lookup_tokens", "inserts", "inserted_blocks", "duplicate_blocks",
-    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns",
+    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns", "snapshot_saves", "snapshot_lookups", "snapshot_hits",
+    "snapshot_hit_tokens", "recompute_tokens_on_hit", "recompute_tokens_on_miss", "snapshot_evictions", "tier_spills",
+    "tier_hits", "tier_fault_ins", "tier_reaps", "no_snapshot", "snapshot_too_deep", "snapshot_of_another_session",
+    "snapshot_pending",
 )  # fmt: skip
 WORKER = np.dtype(
     [
@@ -82,6 +87,7 @@ WORKER = np.dtype(
         ("pid", "<u4"),  # 0: nobody
         ("padding", "<u4"),
         ("counters", "<i8", (len(COUNTERS),)),  # by the order of COUNTERS
+        ("reserved", "<u8"),
     ],
     align=True,
 )
@@ -137,22 +143,56 @@ HEAP = np.dtype([("last_use", "<i8"), ("node", "<u4"), ("padding", "<u4")], alig
 TOKEN = np.dtype("<u4")
 BUCKET = np.dtype("<u4")
 
-SNAPSHOT = np.dtype(
+SNAPSHOT_STATE = np.dtype(
     [
-        ("born", "<i8"),  # 0: free
-        ("last_use", "<i8"),
-        ("prefix_hash", "<u8", (2,)),  # seeded xxh3-128 of tokens and block keys
-        ("session", "<u8"),
-        ("adapter_id", "<u8"),
-        ("salt", "<u8", (4,)),
-        ("token_count", "<u4"),
-        ("slot", "<u4"),
-        ("flags", "<u4"),
-        ("padding", "<u4"),
-        ("reserved", "<u8", (4,)),
+        ("clock", "<i8"),  # orders births and uses of snapshots; only grows
+        ("evictions", "<i8"),  # that the tail lease counts; only grows
+        ("snapshots_used", "<u4"),  # snapshots from here on were never used
+        ("pins_used", "<u4"),
+        ("reserved", "<u8", (5,)),
     ],
     align=True,
 )
+
+# The first cache line is what a lookup reads of every snapshot.
+SNAPSHOT = np.dtype(
+    [
+        ("born", "<i8"),  # 0: free; else the clock at its birth, unique, written last
+        ("epoch", "<i8"),  # hidden where it is not that of the tree: see clear()
+        ("adapter_id", "<u8"),
+        ("session", "<u8"),  # 0: none
+        ("token_count", "<u4"),
+        ("flags", "<u4"),  # TAIL and so on, below
+        ("check", "<u4"),  # of some of its tokens: spares hashing the others where it differs
+        ("slot", "<u4"),
+        ("last_use", "<i8"),
+        ("tier_key", "<u8"),  # 0: resident
+        ("prefix_hash", "<u8", (2,)),  # seeded xxh3-128 of the tokens and block keys: see prefix_hash.py
+        ("salt", "<u8", (4,)),  # as a namespace's
+        ("generation", "<i8"),  # of the worker's slot
+        ("worker", "<u4"),  # slot + 1 of who registered it
+        ("parent", "<u4"),  # the deepest snapshot of a prefix of its tokens when it was committed
+        ("parent_born", "<i8"),
+        ("reserved", "<u8", (7,)),
+    ],
+    align=True,
+)
+TAIL, SIBLING, LEAF, PENDING, HIDDEN, BRANCH = 1, 2, 4, 8, 16, 32
+
+SLOT = np.dtype([("generation", "<i8"), ("worker", "<u4"), ("reserved", "<u4")], align=True)
+PIN = np.dtype(
+    [
+        ("born", "<i8"),  # 0: free; else unique, written last
+        ("generation", "<i8"),  # of the worker's slot
+        ("snapshot_born", "<i8"),
+        ("worker", "<u4"),  # slot + 1
+        ("snapshot", "<u4"),
+    ],
+    align=True,
+)
+SESSION = np.dtype([("session", "<u8"), ("evictions", "<i8")], align=True)
+
+RETENTIONS = ("session", "chain")
 
 LIMITS = {
     "block_size": (1, 1 << 16),
@@ -160,8 +200,12 @@ LIMITS = {
     "max_namespaces": (1, 1 << 20),
     "max_leases": (1, 1 << 24),
     "max_workers": (1, 1 << 14),
-    "max_snapshots": (0, 1 << 24),
+    "max_snapshots": (0, 1 << 16),
+    "snapshot_slots": (0, 1 << 16),
+    "tail_lease": (0, 1 << 30),
+    "retention": (0, len(RETENTIONS) - 1),
 }
+MAX_ALPHA = 8.0
 
 
 def words_of(dtype: np.dtype[Any]) -> int:
@@ -201,7 +245,11 @@ class Views(NamedTuple):
     tokens: np.ndarray
     heap: np.ndarray
     buckets: np.ndarray
+    snapshot_state: np.ndarray
     snapshots: np.ndarray
+    slots: np.ndarray
+    pins: np.ndarray
+    sessions: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -213,7 +261,11 @@ class Geometry:
     max_namespaces: int
     max_leases: int
     max_workers: int
-    max_snapshots: int
+    max_snapshots: int = 0
+    snapshot_slots: int = 0
+    tail_lease: int = 64
+    retention: int = 0
+    snapshot_alpha: float = 0.0
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -225,6 +277,16 @@ class Geometry:
             if isinstance(value, bool) or not low <= number <= high:
                 raise ValueError(f"{name}={value!r}: expected an integer from {low} to {high:,}")
             object.__setattr__(self, name, number)
+        if not isinstance(self.snapshot_alpha, (int, float)) or isinstance(self.snapshot_alpha, bool):
+            raise TypeError(f"snapshot_alpha={self.snapshot_alpha!r}: expected a number")
+        if not 0 <= self.snapshot_alpha <= MAX_ALPHA:
+            raise ValueError(f"snapshot_alpha={self.snapshot_alpha!r}: expected a number from 0 to {MAX_ALPHA}")
+        object.__setattr__(self, "snapshot_alpha", float(self.snapshot_alpha))
+        if self.snapshot_slots > self.max_snapshots:
+            raise ValueError(
+                f"snapshot_slots={self.snapshot_slots} beside max_snapshots={self.max_snapshots}: expected "
+                "max_snapshots at least as large, and larger by as many as may be in a tier"
+            )
 
     @property
     def node_count(self) -> int:
@@ -235,6 +297,16 @@ class Geometry:
     def bucket_count(self) -> int:
         """A power of two, at least one bucket for each node."""
         return 1 << (self.node_count - 1).bit_length()
+
+    @property
+    def pin_count(self) -> int:
+        """Records in the table of pins: none, and one for each lease, for a match has both or neither."""
+        return 1 + (self.max_leases if self.max_snapshots else 0)
+
+    @property
+    def session_count(self) -> int:
+        """A power of two, at least two records for each snapshot."""
+        return 1 << (2 * self.max_snapshots).bit_length() if self.max_snapshots else 1
 
     def sections(self) -> list[Section]:
         """All arrays of the segment in the order in which they lie."""
@@ -249,7 +321,11 @@ class Geometry:
             ("tokens", TOKEN, (self.node_count, self.block_size)),
             ("heap", HEAP, (1 + self.max_blocks,)),
             ("buckets", BUCKET, (self.bucket_count,)),
-            ("snapshots", SNAPSHOT, (self.max_snapshots,)),
+            ("snapshot_state", SNAPSHOT_STATE, (1,)),
+            ("snapshots", SNAPSHOT, (1 + self.max_snapshots,)),
+            ("slots", SLOT, (self.snapshot_slots,)),
+            ("pins", PIN, (self.pin_count,)),
+            ("sessions", SESSION, (self.session_count,)),
         ]
         sections, offset = [], 0
         for name, dtype, shape in plan:
@@ -269,9 +345,14 @@ class Geometry:
         return Views(*(np.ndarray(s.shape, s.dtype, buffer=buffer, offset=s.offset) for s in self.sections()))
 
 
+_RECORDS = (
+    HEADER, GUARD, STATE, WORKER, NAMESPACE, LEASE, NODE, HEAP, SNAPSHOT_STATE, SNAPSHOT, SLOT, PIN, SESSION,
+)  # fmt: skip
+
+
 def _fingerprint() -> int:
     lines = []
-    for dtype in (HEADER, GUARD, STATE, WORKER, NAMESPACE, LEASE, NODE, HEAP, SNAPSHOT):
+    for dtype in _RECORDS:
         for name, (field, offset, *_) in (dtype.fields or {}).items():
             lines.append(f"{name} {field.base.str} {field.shape} {offset}")
         lines.append(str(dtype.itemsize))

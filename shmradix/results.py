@@ -1,8 +1,8 @@
 """What the cache's methods return."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,37 @@ if TYPE_CHECKING:
     from shmradix.cache import RadixCache
 
 
+class Anchor(NamedTuple):
+    """The snapshot that a match may resume from, and the pin that keeps it."""
+
+    slot: int | None = None
+    tokens: int = 0
+    tier_key: int | None = None
+    tier_tokens: int = 0
+    is_tail: bool = False
+    reason: str = ""
+    pin: int = 0
+    born: int = 0
+
+
+NO_ANCHOR = Anchor(reason="none")
+
+
+class Spill(NamedTuple):
+    """A snapshot that went to a tier: its bytes belong under `key`, its slot is the caller's to free once they are."""
+
+    slot: int
+    key: int
+    tokens: int
+
+
+class Drop(NamedTuple):
+    """A snapshot that was taken out: its slot is the caller's to free."""
+
+    slot: int
+    tokens: int
+
+
 class PrefixMatch:
     """How much of a prompt is cached, and the lease that keeps it so until `release()`.
 
@@ -19,8 +50,8 @@ class PrefixMatch:
     """
 
     __slots__ = (
-        "_born", "_depth", "_epoch", "_lease", "_namespace", "_owner", "_rows", "matched_tokens", "partial_block",
-        "partial_tokens", "released",
+        "_anchor", "_born", "_depth", "_epoch", "_lease", "_namespace", "_owner", "_prompt", "_rows", "matched_tokens",
+        "partial_block", "partial_tokens", "released",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +69,8 @@ class PrefixMatch:
     ) -> None:
         self._owner, self._namespace, self._rows, self._depth = owner, namespace, rows, depth
         self._lease, self._born, self._epoch = lease, born, epoch
+        self._anchor = NO_ANCHOR
+        self._prompt: tuple[np.ndarray, np.ndarray, tuple[int, bool]] | None = None
         self.matched_tokens = depth * block_size
         """Leading tokens of the prompt that are cached, a multiple of the block size."""
         self.partial_block = partial_block
@@ -56,10 +89,54 @@ class PrefixMatch:
         disk = self._rows[1, : self._depth]
         return disk if (disk != NO_DISK).any() else disk[:0]
 
+    @property
+    def snapshot_slot(self) -> int | None:
+        """The slot of the deepest saved state of this prompt, kept as it is until the release. None: not resident."""
+        return self._anchor.slot
+
+    @property
+    def snapshot_tokens(self) -> int:
+        """After how many tokens the state in `snapshot_slot` was saved; 0 if there is none."""
+        return self._anchor.tokens
+
+    @property
+    def snapshot_tier_key(self) -> int | None:
+        """The key of the deepest saved state where that was spilled to a tier; else None."""
+        return self._anchor.tier_key
+
+    @property
+    def snapshot_tier_tokens(self) -> int:
+        """After how many tokens the spilled state was saved; 0 if there is none."""
+        return self._anchor.tier_tokens
+
+    @property
+    def snapshot_is_tail(self) -> bool:
+        """Whether the state is the session's tail."""
+        return self._anchor.is_tail
+
+    @property
+    def no_snapshot(self) -> str:
+        """Why there is no state to resume from: "none", "too deep", "another session", "pending"; "" if there is one.
+
+        Of several reasons the last one. By a check of a few of a prompt's tokens: a hint, not a proof.
+        """
+        return self._anchor.reason
+
+    @property
+    def restorable(self) -> list[int]:
+        """Every number of matched tokens, rising, after which a saved state could be resumed from now."""
+        return self._owner._restorable(self)
+
     def release(self) -> None:
         """Drop the lease; the second time does nothing. Raises LeaseError where it is not this worker's any more."""
         if not self.released:
             self._owner._release_match(self)
+
+    def _cut_to(self, depth: int, block_size: int) -> None:
+        """Let the match be of `depth` blocks only."""
+        if depth < self._depth:
+            self._depth, self.matched_tokens = depth, depth * block_size
+            self.partial_block, self.partial_tokens = None, 0
 
     def __bool__(self) -> bool:
         return self.matched_tokens > 0
@@ -102,6 +179,8 @@ class EvictedBlocks:
     blocks: np.ndarray
     disk_block_ids: np.ndarray
     """NO_DISK where a block had none."""
+    snapshot_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+    """Of a `clear()` where slot ids are the callers' own: slots that hold no snapshot any more, uint32."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -126,6 +205,29 @@ class Stats:
     """Recoveries that had to make all derived data anew, because the dead worker was in the middle of a change."""
     rebuild_ns: int
     """Nanoseconds that the rebuilds took, together."""
+    snapshot_saves: int
+    snapshot_lookups: int
+    """Lookups that matched some tokens, in a cache with a snapshot index."""
+    snapshot_hits: int
+    """Those of them that found a saved state."""
+    snapshot_hit_tokens: int
+    """Tokens before those states, together: what was really spared."""
+    recompute_tokens_on_hit: int
+    """Matched tokens behind the states, which have to be computed again."""
+    recompute_tokens_on_miss: int
+    """Matched tokens of lookups without a state."""
+    snapshot_evictions: int
+    tier_spills: int
+    tier_hits: int
+    """Hits whose state was spilled."""
+    tier_fault_ins: int
+    tier_reaps: int
+    """Spilled states that were forgotten."""
+    no_snapshot: int
+    """Lookups without a state because none was saved; the next three likewise, see `PrefixMatch.no_snapshot`."""
+    snapshot_too_deep: int
+    snapshot_of_another_session: int
+    snapshot_pending: int
     recoveries: int
     """Guards taken over from a worker that died while it held one."""
     blocks_live: int
@@ -136,3 +238,16 @@ class Stats:
     leases: int
     workers: int
     namespaces: int
+    snapshots: int
+    """Snapshots that lookups may find."""
+    snapshots_tiered: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Matched tokens of all tokens looked up."""
+        return self.hit_tokens / max(1, self.lookup_tokens)
+
+    @property
+    def restorable_ratio(self) -> float:
+        """Tokens that a saved state stood behind of all tokens looked up: what a hybrid model's prefill is spared."""
+        return self.snapshot_hit_tokens / max(1, self.lookup_tokens)

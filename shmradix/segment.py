@@ -190,7 +190,8 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
     if header["boot_id"].tobytes() != boot_id().tobytes():
         raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
     try:
-        geometry = Geometry(**{field: int(header[field]) for field in layout.LIMITS})
+        sizes = {field: int(header[field]) for field in layout.LIMITS}
+        geometry = Geometry(**sizes, snapshot_alpha=float(header["snapshot_alpha"]))
     except ValueError as error:
         raise LayoutMismatch(f"segment {name!r}: {error}: unlink it") from None
     if header["bucket_count"] != geometry.bucket_count:
@@ -361,6 +362,7 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
     header["bucket_count"] = geometry.bucket_count
     for field in layout.LIMITS:
         header[field] = getattr(geometry, field)
+    header["snapshot_alpha"] = geometry.snapshot_alpha
     os.pwrite(fd, image.tobytes(), 0)
     segment = Segment(name, fd, geometry)
     try:

@@ -16,15 +16,15 @@ from shmradix.index import (
     remove_node,
     root_above,
 )
-from shmradix.layout import COUNTERS, NO_DISK
-from shmradix.leases import has_free_lease, is_held, move_lease, take_lease, used_leases
+from shmradix.layout import NO_DISK
+from shmradix.leases import drop_lease, has_free_lease, is_held, move_lease, take_lease, used_leases
 from shmradix.status import LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
 from shmradix.views import FAULT, SLOT, node_at
 
-(
+(  # the first of layout.COUNTERS
     LOOKUPS, HITS, HIT_TOKENS, LOOKUP_TOKENS, INSERTS, INSERTED_BLOCKS, DUPLICATE_BLOCKS, EVICTED_BLOCKS, LOCK_WAITS,
     REBUILDS, REBUILD_NS,
-) = range(len(COUNTERS))  # fmt: skip
+) = range(11)  # fmt: skip
 
 PARTIAL_CHILDREN = 64  # a lookup that ends at a node with more children looks at the oldest ones only
 NEW, NEW_DISK, DUPLICATE, DUPLICATE_DISK, PATH = range(5)  # rows of insert's output
@@ -222,6 +222,20 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
     count(seg, INSERTED_BLOCKS, room)
     count(seg, DUPLICATE_BLOCKS, counts[DUPLICATE])
     return OK, depth, lease
+
+
+@kernel
+def shorten(seg, lease, depth):
+    """Let a lookup's lease pin the node `depth` blocks deep on its path, and the lookup count as one of that depth."""
+    node, before = node_at(seg, seg.leases["anchor"][lease]), np.int64(seg.leases["depth"][lease])
+    for _ in range(before - depth):
+        node = node_at(seg, seg.nodes["parent"][node])
+    count(seg, HIT_TOKENS, (depth - before) * seg.block_size)
+    if depth > 0:
+        move_lease(seg, lease, node, depth, False)
+    else:
+        count(seg, HITS, -1)
+        drop_lease(seg, lease)
 
 
 @kernel

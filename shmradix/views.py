@@ -18,7 +18,7 @@ from shmradix.layout import Geometry
 
 NODE_WORDS, LEASE_WORDS = layout.words_of(layout.NODE), layout.words_of(layout.LEASE)
 GUARD_WORDS = len(layout.GUARDS) * layout.words_of(layout.GUARD)
-_HASH_KEYS_AT = 18  # where the keys of the block hash start in a handle
+HANDLE_SIZE = 27  # of a handle without the keys of the block hash, which follow
 
 
 class Tree(NamedTuple):
@@ -50,9 +50,13 @@ SLOT = 1  # in `private`: this worker's slot
 
 def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
     """The handle of a mapped segment, int64; its address is what entry points take, so keep it alive."""
-    handle = np.zeros(_HASH_KEYS_AT + geometry.block_size, np.int64)
+    handle = np.zeros(HANDLE_SIZE + geometry.block_size, np.int64)
     arrays = [views.guards, *(getattr(views, name) for name in Tree._fields[:8])]
     handle[2:11] = [array.ctypes.data for array in arrays]
+    handle[18:23] = [
+        getattr(views, name).ctypes.data for name in ("snapshot_state", "snapshots", "slots", "pins", "sessions")
+    ]
+    handle[23:27] = [1 + geometry.max_snapshots, geometry.snapshot_slots, geometry.pin_count, geometry.session_count]
     handle[11:18] = [
         geometry.block_size,
         geometry.node_count,
@@ -62,21 +66,21 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
         geometry.bucket_count,
         views.header.ctypes.data,
     ]
-    handle[_HASH_KEYS_AT:] = hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
+    handle[HANDLE_SIZE:] = hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
     return handle
 
 
 @opener
 def copy_segment(handle, out):
     """Copy the segment behind a handle's address to uint8 `out`."""
-    h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
+    h = carray(as_pointer(handle), (HANDLE_SIZE,), np.int64)
     out[:] = carray(as_pointer(h[17]), (len(out),), np.uint8)
 
 
 @opener
 def open_views(handle):
     """The arrays behind a handle's address."""
-    h = carray(as_pointer(handle), (_HASH_KEYS_AT,), np.int64)
+    h = carray(as_pointer(handle), (HANDLE_SIZE,), np.int64)
     block_size, node_count, namespaces, leases, workers, buckets = h[11], h[12], h[13], h[14], h[15], h[16]
     return Tree(
         carray(as_pointer(h[3]), (1,), layout.STATE),
@@ -90,7 +94,7 @@ def open_views(handle):
         carray(as_pointer(h[2]), (GUARD_WORDS,), np.int64),
         carray(as_pointer(h[7]), (node_count * NODE_WORDS,), np.int64),
         carray(as_pointer(h[6]), ((leases + 1) * LEASE_WORDS,), np.int64),
-        carray(as_pointer(handle + 8 * _HASH_KEYS_AT), (block_size,), np.uint64),
+        carray(as_pointer(handle + 8 * HANDLE_SIZE), (block_size,), np.uint64),
         carray(as_pointer(handle), (2,), np.int64),
         block_size,
         node_count,

@@ -20,11 +20,11 @@ import psutil
 
 from shmradix import compile, locks, semaphores
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
-from shmradix.guard import PARKED, TREE
+from shmradix.guard import PARKED, SNAPSHOTS, TREE
 from shmradix.layout import GUARDS
 from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
 from shmradix.segment import Segment
-from shmradix.status import BUSY, CORRUPT
+from shmradix.status import BUSY, BUSY_SNAPSHOTS, CORRUPT
 from shmradix.tree import LOCK_WAITS, REBUILD_NS, REBUILDS
 from shmradix.views import SLOT, make_handle
 
@@ -37,10 +37,11 @@ class Worker:
     def __init__(self, segment: Segment, lock_timeout: float | None) -> None:
         self.segment = segment
         self.entries = compile.load()
+        self.snapshots = compile.load("snapshot_entries") if segment.geometry.max_snapshots else None
         self._lock_timeout = lock_timeout
         self._handle = make_handle(segment.views, segment.geometry)
         self._address: int = self._handle.ctypes.data
-        self._parking = _parking(segment)
+        self._parking: list[Parking] = []  # for each guard
         self._queue = threading.RLock()  # re-entrant: a signal handler may use the handle that it interrupts
         self._calls = 0  # of the thread that has the queue: more than one in such a handler
         self._file: io.FileIO | None = None  # whose lock is the slot
@@ -50,10 +51,12 @@ class Worker:
         self.unreturned: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, count) of evictions that were cut short
         _workers.add(self)
         try:
+            for guard in GUARDS:
+                self._parking.append(_parking(segment, guard))
             self.locked(lambda: None)
         except BaseException:
             self.forget()
-            self._parking.close()
+            self._close_parking()
             raise
 
     # --- calls --------------------------------------------------------------------------------------------
@@ -76,52 +79,58 @@ class Worker:
         """`call`, when no other thread of this process is in one."""
         return self.locked(self.call, kernel, *args)
 
+    def read(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        """Call an entry point that takes no guard."""
+        return self.locked(lambda: kernel(self._address, *args))
+
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
-        """Call an entry point, waiting for the tree guard as long as it takes; only within `locked`.
+        """Call an entry point, waiting for its guard as long as it takes; only within `locked`.
 
         Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment
         when the kernel met an index that points nowhere, CacheClosed.
         """
         answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
         if answer[0] == BUSY:
-            answer = self._call_parked(kernel, *args)
+            answer = self._call_parked(TREE, kernel, *args)
+        elif answer[0] == BUSY_SNAPSHOTS:
+            answer = self._call_parked(SNAPSHOTS, kernel, *args)
         if answer[1]:
-            self._parking.wake()
+            self._parking[answer[1] - 1].wake()
         if answer[0] == CORRUPT:
             raise CorruptSegment(
                 f"segment {self.segment.name!r} holds an index that points nowhere: unlink it and create it anew"
             )
         return answer
 
-    def _call_parked(self, kernel: Callable[..., Any], *args: Any) -> Any:
+    def _call_parked(self, guard: int, kernel: Callable[..., Any], *args: Any) -> Any:
         started = time.monotonic()
         self.segment.views.workers["counters"][owner_of(self.tag)[0]][LOCK_WAITS] += 1
         while True:
-            word = self.entries.announce(self._address, TREE)
-            if word and not self._parking.sleep() and self._is_dead(*owner_of(word)):
-                self._take_over(word)
+            word = self.entries.announce(self._address, guard)
+            if word and not self._parking[guard].sleep() and self._is_dead(*owner_of(word)):
+                self._take_over(guard, word)
             elif word:
-                self._check_deadline(word, started)
-            if self.closed and kernel is not self.entries.bury:
+                self._check_deadline(guard, word, started)
+            if self.closed and kernel not in self._buriers():
                 raise self._closed_error()
             answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
-            if answer[0] != BUSY:
+            if answer[0] not in (BUSY, BUSY_SNAPSHOTS):
                 return answer
 
-    def _check_deadline(self, word: int, started: float) -> None:
+    def _check_deadline(self, guard: int, word: int, started: float) -> None:
         if self._lock_timeout is None or time.monotonic() - started < self._lock_timeout:
             return
-        held = (time.monotonic_ns() - int(self.segment.views.guards["acquired_ns"][TREE])) / 1e9
+        held = (time.monotonic_ns() - int(self.segment.views.guards["acquired_ns"][guard])) / 1e9
         raise LockTimeout(
-            f"cache {self.segment.name!r}: {self.describe(owner_of(word)[0])} has held the tree guard for "
+            f"cache {self.segment.name!r}: {self.describe(owner_of(word)[0])} has held the {GUARDS[guard]} guard for "
             f"{max(held, 0):.2f} s (lock_timeout={self._lock_timeout} s): wait longer, or see whether it is stopped"
         )
 
-    def _take_over(self, word: int) -> None:
+    def _take_over(self, guard: int, word: int) -> None:
         started = time.monotonic_ns()
-        done, wake = self.entries.take_over(self._address, self.tag, started, TREE, word)
+        done, wake = self.entries.take_over(self._address, self.tag, started, guard, word)
         if wake:
-            self._parking.wake()
+            self._parking[guard].wake()
         if done == 2:
             counters = self.segment.views.workers["counters"][owner_of(self.tag)[0]]
             counters[REBUILDS] += 1
@@ -145,7 +154,7 @@ class Worker:
             record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
             self.tag = tag_of(slot, generation)
-            self.call(self.entries.bury, slot, generation - 1)
+            self._bury(slot, generation - 1)
             record["claimed_ns"] = time.time_ns()
             record["start_time"] = _start_time(os.getpid())
             record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
@@ -183,9 +192,17 @@ class Worker:
         for slot in np.flatnonzero(workers["pid"]).tolist():
             generation = int(workers["generation"][slot])
             if slot != self.slot and self._is_dead(slot, generation):
-                self.call(self.entries.bury, slot, generation)
+                self._bury(slot, generation)
                 reaped += 1
         return reaped
+
+    def _buriers(self) -> list[Callable[..., Any]]:
+        return [*([self.snapshots.bury] if self.snapshots else []), self.entries.bury]
+
+    def _bury(self, slot: int, generation: int) -> None:
+        """Free all that the slot's holders up to this generation hold; the tree's part, with their pid, last."""
+        for bury in self._buriers():
+            self.call(bury, slot, generation)
 
     def _is_dead(self, slot: int, generation: int) -> bool:
         if not 0 <= slot < self.segment.geometry.max_workers:
@@ -245,12 +262,16 @@ class Worker:
         try:
             if self.slot >= 0:
                 with contextlib.suppress(LockTimeout):
-                    self.call(self.entries.bury, self.slot, self.tag >> SLOT_BITS)
+                    self._bury(self.slot, self.tag >> SLOT_BITS)
         finally:
             self._calls = 0
             self.forget()
-            self._parking.close()
+            self._close_parking()
             self.segment.close()
+
+    def _close_parking(self) -> None:
+        for parking in self._parking:
+            parking.close()
 
     def forget(self) -> None:
         """Give up the slot's lock only."""
@@ -265,8 +286,8 @@ class Worker:
         self.unreturned = []
 
 
-def _parking(segment: Segment) -> Parking:
-    semaphore = semaphores.name_of(segment.name, segment.incarnation, GUARDS[TREE])
+def _parking(segment: Segment, guard: str) -> Parking:
+    semaphore = semaphores.name_of(segment.name, segment.incarnation, guard)
     semaphores.make(semaphore, segment.mode)
     try:
         return Parking(semaphore)

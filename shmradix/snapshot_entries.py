@@ -1,0 +1,292 @@
+"""The compiled entry points of the snapshot index: one call from Python is one critical section of its guard.
+
+As in `entries.py`: each takes a handle's address, the worker's tag and the monotonic time and returns int64s, the first
+a status, the second which guard's waiters to wake. Where one takes no guard, it says so.
+"""
+
+import numpy as np
+from numba.types import Array, UniTuple, int64, uint32, uint64
+
+from shmradix import anchors, guard, retention, snapshots
+from shmradix.compile import entry, kernel
+from shmradix.guard import SNAPSHOTS
+from shmradix.layout import PENDING
+from shmradix.retention import FRONTIER, HIDDEN_CLASS
+from shmradix.snapshot_views import open_index
+from shmradix.status import BUSY_SNAPSHOTS, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
+
+_ids = Array(uint32, 1, "C", readonly=True)
+_keys = Array(uint64, 1, "C", readonly=True)
+_depths = Array(int64, 1, "C")
+_hashes = Array(uint64, 2, "C")
+_slots = Array(uint32, 1, "C")
+_counts = Array(int64, 1, "C")
+_marks = Array(int64, 1, "C")
+_sessions = Array(int64, 2, "C")
+
+
+@kernel
+def _end(seg, status):
+    """Release the guard. Returns the status and which guard's waiters to wake."""
+    return np.int64(status), (1 + SNAPSHOTS) * np.int64(guard.release(seg, SNAPSHOTS))
+
+
+@entry(UniTuple(int64, 2)(int64, _keys, _ids, int64, uint64, int64))
+def deepest(handle, namespace, tokens, limit, session, hermetic):
+    """(depth, reason), without the guard; see anchors.deepest."""
+    depth, reason = anchors.deepest(open_index(handle), namespace, tokens, limit, session, hermetic)
+    return depth, np.int64(reason)
+
+
+@entry(int64(int64, _keys, _ids, int64, uint64, int64, _depths))
+def depths(handle, namespace, tokens, limit, session, hermetic, out):
+    """How many depths are in `out` now, without the guard; see anchors.depths."""
+    return anchors.depths(open_index(handle), namespace, tokens, limit, session, hermetic, out)
+
+
+@entry(UniTuple(int64, 9)(int64, int64, int64, _keys, _depths, _hashes, int64, uint64, int64, int64))
+def take(handle, tag, now, namespace, depths, hashes, limit, session, hermetic, reason):
+    """(status, wake, depth, slot, tier key, flags, born, pin, its birth); see anchors.take."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0, 0, 0
+    status, depth, at, pin, born = anchors.take(seg, namespace, depths, hashes, limit, session, hermetic, reason)
+    record = seg.snapshots
+    slot, key, flags = np.int64(record["slot"][at]), np.int64(record["tier_key"][at]), np.int64(record["flags"][at])
+    snapshot_born = record["born"][at]
+    status, wake = _end(seg, status)
+    return status, wake, depth, slot, key, flags, snapshot_born, pin, born
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _depths, _hashes, uint64, int64, _counts))
+def which(handle, tag, now, namespace, depths, hashes, session, hermetic, out):
+    """(status, wake): set out[k] to 1 where there is a snapshot of the k-th prefix that the session may use."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    for k in range(len(depths)):
+        at = snapshots.find(seg, namespace, depths[k], hashes[k, 0], hashes[k, 1])
+        is_usable = at != 0 and snapshots.is_committed(seg, at) and snapshots.is_open_to(seg, at, session, hermetic)
+        out[k] = np.int64(is_usable)
+    return _end(seg, OK)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def unpin(handle, tag, now, pin, born):
+    """(status, wake); see snapshots.unpin."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    return _end(seg, snapshots.unpin(seg, pin, born))
+
+
+@kernel
+def _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts):
+    status = snapshots.commit(seg, at, namespace, out, counts)
+    if status == OK and seg.retention != 0:
+        _, parent = anchors.deepest_of(seg, namespace, parent_depths, parent_hashes)
+        retention.adopt(seg, at, parent)
+    return status
+
+
+@entry(
+    UniTuple(int64, 4)(
+        int64, int64, int64, _keys, _ids, _hashes, uint32, uint64, int64, int64, int64, _depths, _hashes, _slots,
+        _counts,
+    )
+)  # fmt: skip
+def save(
+    handle, tag, now, namespace, tokens, hash_, slot, session, kind, epoch, pending, parent_depths, parent_hashes, out,
+    counts,
+):  # fmt: skip
+    """(status, wake, snapshot, its birth): register a snapshot of all `tokens`, and commit it unless `pending`."""
+    seg = open_index(handle)
+    check = anchors.check_of(tokens, len(tokens))
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0, 0, 0
+    status, at = snapshots.register(
+        seg, namespace, len(tokens), check, hash_[0, 0], hash_[0, 1], slot, session, kind, epoch
+    )
+    born = seg.snapshots["born"][at]
+    if status == OK and not pending:
+        status = _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts)
+    status, wake = _end(seg, status)
+    return status, wake, np.int64(at), born
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, int64, int64, _depths, _hashes, _slots, _counts))
+def commit(handle, tag, now, namespace, at, born, parent_depths, parent_hashes, out, counts):
+    """(status, wake): commit the pending snapshot born then; see snapshots.commit."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    status = NOT_HELD
+    if snapshots.is_pending_of_mine(seg, at, born):
+        status = _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts)
+    return _end(seg, status)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def abort(handle, tag, now, at, born):
+    """(status, wake): forget the pending snapshot born then."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    status = NOT_HELD
+    if snapshots.is_pending_of_mine(seg, at, born):
+        snapshots.abort(seg, at)
+        status = OK
+    return _end(seg, status)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _marks, _sessions, _slots, _counts))
+def evict(handle, tag, now, marks, sessions, out, counts):
+    """(status, wake): take out the snapshot that goes first; its slot, now the caller's, goes to `out`."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    at, its_class = retention.victim(seg, marks, sessions)
+    if at == 0:
+        return _end(seg, NOT_FOUND)
+    snapshots.displace(seg, at, out, counts)
+    if its_class != HIDDEN_CLASS:
+        seg.state["evictions"][0] += 1
+        snapshots.count(seg, snapshots.EVICTIONS, 1)
+    return _end(seg, OK)
+
+
+@entry(UniTuple(int64, 5)(int64, int64, int64, _marks, _sessions, int64, int64, _slots, _counts))
+def spill(handle, tag, now, marks, sessions, min_tokens, pending, out, counts):
+    """(status, wake, tier key, depth, flags): make the snapshot that goes first tiered, its slot the caller's.
+
+    One of fewer than `min_tokens` tokens is taken out instead: its key is 0.
+    """
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0, 0, 0, 0
+    at, its_class = retention.victim(seg, marks, sessions)
+    if at == 0:
+        status, wake = _end(seg, NOT_FOUND)
+        return status, wake, 0, 0, 0
+    depth, key = np.int64(seg.snapshots["token_count"][at]), np.uint64(0)
+    flags = np.int64(seg.snapshots["flags"][at])
+    if its_class != HIDDEN_CLASS:
+        seg.state["evictions"][0] += 1
+    if its_class == HIDDEN_CLASS or depth < min_tokens:
+        snapshots.displace(seg, at, out, counts)
+        if its_class != HIDDEN_CLASS:
+            snapshots.count(seg, snapshots.EVICTIONS, 1)
+    else:
+        out[0] = seg.snapshots["slot"][at]
+        counts[0] = 1
+        key = snapshots.spill(seg, at, pending)
+        snapshots.count(seg, snapshots.SPILLS, 1)
+    status, wake = _end(seg, OK)
+    return status, wake, np.int64(key), depth, flags
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, uint64))
+def commit_spill(handle, tag, now, key):
+    """(status, wake); see snapshots.commit_spill."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    return _end(seg, snapshots.commit_spill(seg, key))
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, uint64, uint32))
+def promote(handle, tag, now, key, slot):
+    """(status, wake); see snapshots.promote."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    return _end(seg, snapshots.promote(seg, key, slot))
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, uint64))
+def forget(handle, tag, now, key):
+    """(status, wake); see snapshots.forget."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    return _end(seg, snapshots.forget(seg, key))
+
+
+@entry(UniTuple(int64, 3)(int64, int64, int64, _marks, _sessions, int64))
+def allocate(handle, tag, now, marks, sessions, finish):
+    """(status, wake, slot): a free slot, else that of the snapshot that goes first, for this worker.
+
+    For a `finish` leaf no snapshot goes that the chain policy keeps.
+    """
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0, 0
+    slot = snapshots.free_slot(seg, marks)
+    if slot < 0:
+        at, its_class = retention.victim(seg, marks, sessions)
+        if at != 0 and not (finish and its_class == FRONTIER):
+            slot = np.int64(seg.snapshots["slot"][at])
+            snapshots.own(seg, slot)
+            snapshots.remove(seg, at)
+            if its_class != HIDDEN_CLASS:
+                seg.state["evictions"][0] += 1
+                snapshots.count(seg, snapshots.EVICTIONS, 1)
+    else:
+        snapshots.own(seg, slot)
+    status, wake = _end(seg, OK if slot >= 0 else SLOTS_FULL)
+    return status, wake, slot
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, uint32))
+def free(handle, tag, now, slot):
+    """(status, wake): the slot, which must be this worker's and in no snapshot, is free."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    if not snapshots.may_use(seg, slot):
+        return _end(seg, SLOT_NOT_HELD)
+    snapshots.disown(seg, slot)
+    return _end(seg, OK)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _marks, _slots, _counts))
+def drop_hidden(handle, tag, now, marks, out, counts):
+    """(status, wake): take out what a clear() hid and no match has. Where slots are the callers', they go to `out`."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    retention.mark_pinned(seg, marks)
+    record = seg.snapshots
+    for at in range(1, snapshots.snapshots_used(seg)):
+        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at] or record["flags"][at] & PENDING:
+            continue
+        if snapshots.is_resident(seg, at) and len(seg.slots) == 0 and counts[0] < len(out):
+            out[counts[0]] = record["slot"][at]
+            counts[0] += 1
+        snapshots.remove(seg, at)
+    return _end(seg, OK)
+
+
+@entry(UniTuple(int64, 4)(int64, int64, int64, _marks))
+def totals(handle, tag, now, marks):
+    """(status, wake, snapshots that lookups may find, those of them that are tiered)."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0, 0, 0
+    committed = tiered = 0
+    for at in range(1, snapshots.snapshots_used(seg)):
+        if snapshots.is_committed(seg, at):
+            committed += 1
+            tiered += np.int64(not snapshots.is_resident(seg, at))
+    status, wake = _end(seg, OK)
+    return status, wake, np.int64(committed), np.int64(tiered)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
+def bury(handle, tag, now, slot, generation):
+    """(status, wake); see snapshots.bury."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    snapshots.bury(seg, slot, generation)
+    return _end(seg, OK)
