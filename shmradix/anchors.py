@@ -23,6 +23,7 @@ from shmradix.snapshots import (
     tick,
 )
 from shmradix.status import LEASES_FULL, NOT_FOUND, OK
+from shmradix.views import FAULT
 
 NONE, TOO_DEEP, ANOTHER_SESSION, IS_PENDING = range(4)  # why there is no snapshot, the last word first
 
@@ -128,6 +129,9 @@ def take(seg, namespace, depths, hashes, limit, session, hermetic, reason):
         if at == 0 or not is_committed(seg, at) or not is_open_to(seg, at, session, hermetic):
             continue
         held, born = 0, np.int64(0)
+        if is_resident(seg, at) and 0 < len(seg.slots) <= seg.snapshots["slot"][at]:
+            seg.private[FAULT] = 1
+            continue
         if is_resident(seg, at):
             held, born = pin(seg, at)
             if held == 0:

@@ -13,7 +13,8 @@ from shmradix.guard import SNAPSHOTS
 from shmradix.layout import PENDING
 from shmradix.retention import FRONTIER, HIDDEN_CLASS
 from shmradix.snapshot_views import open_index
-from shmradix.status import BUSY_SNAPSHOTS, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
+from shmradix.status import BUSY_SNAPSHOTS, CORRUPT, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
+from shmradix.views import FAULT
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
@@ -27,7 +28,10 @@ _sessions = Array(int64, 2, "C")
 
 @kernel
 def _end(seg, status):
-    """Release the guard. Returns the status and which guard's waiters to wake."""
+    """Release the guard. Returns the status, CORRUPT where a fault was noted, and which guard's waiters to wake."""
+    if seg.private[FAULT] != 0:
+        seg.private[FAULT] = 0
+        status = CORRUPT
     return np.int64(status), (1 + SNAPSHOTS) * np.int64(guard.release(seg, SNAPSHOTS))
 
 
@@ -177,9 +181,7 @@ def spill(handle, tag, now, marks, sessions, min_tokens, pending, out, counts):
         if its_class != HIDDEN_CLASS:
             snapshots.count(seg, snapshots.EVICTIONS, 1)
     else:
-        out[0] = seg.snapshots["slot"][at]
-        counts[0] = 1
-        key = snapshots.spill(seg, at, pending)
+        key = snapshots.spill(seg, at, pending, out, counts)
         snapshots.count(seg, snapshots.SPILLS, 1)
     status, wake = _end(seg, OK)
     return status, wake, np.int64(key), depth, flags
@@ -226,8 +228,9 @@ def allocate(handle, tag, now, marks, sessions, finish):
         at, its_class = retention.victim(seg, marks, sessions)
         if at != 0 and not (finish and its_class == FRONTIER):
             slot = np.int64(seg.snapshots["slot"][at])
-            snapshots.own(seg, slot)
             snapshots.remove(seg, at)
+            if not snapshots.take_slot(seg, slot):
+                slot = np.int64(-1)
             if its_class != HIDDEN_CLASS:
                 seg.state["evictions"][0] += 1
                 snapshots.count(seg, snapshots.EVICTIONS, 1)
@@ -258,12 +261,15 @@ def drop_hidden(handle, tag, now, marks, out, counts):
     retention.mark_pinned(seg, marks)
     record = seg.snapshots
     for at in range(1, snapshots.snapshots_used(seg)):
-        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at] or record["flags"][at] & PENDING:
+        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at]:
             continue
-        if snapshots.is_resident(seg, at) and len(seg.slots) == 0 and counts[0] < len(out):
-            out[counts[0]] = record["slot"][at]
-            counts[0] += 1
+        slot, had_slot = record["slot"][at], snapshots.is_resident(seg, at)
+        if had_slot and record["flags"][at] & PENDING:
+            continue  # its worker is told at the commit
         snapshots.remove(seg, at)
+        if had_slot and len(seg.slots) == 0 and counts[0] < len(out) and snapshots.take_slot(seg, slot):
+            out[counts[0]] = slot
+            counts[0] += 1
     return _end(seg, OK)
 
 

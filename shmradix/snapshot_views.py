@@ -11,6 +11,7 @@ from shmradix.compile import kernel, opener
 from shmradix.views import GUARD_WORDS, HANDLE_SIZE
 
 SNAPSHOT_WORDS, PIN_WORDS = layout.words_of(layout.SNAPSHOT), layout.words_of(layout.PIN)
+SLOT_WORDS, STATE_WORDS = layout.words_of(layout.SLOT), layout.words_of(layout.SNAPSHOT_STATE)
 
 
 class Index(NamedTuple):
@@ -23,8 +24,10 @@ class Index(NamedTuple):
     slots: Any
     pins: Any
     sessions: Any
-    guard_words: Any  # the guards, and the snapshots and pins once more, as int64 words for the atomics
+    guard_words: Any  # the guards, and what follows once more, as int64 words for the atomics
+    state_words: Any
     snapshot_words: Any
+    slot_words: Any
     pin_words: Any
     private: Any  # FAULT and SLOT, see views.py
     incarnation: Any
@@ -48,7 +51,9 @@ def open_index(handle):
         carray(as_pointer(h[21]), (pins,), layout.PIN),
         carray(as_pointer(h[22]), (sessions,), layout.SESSION),
         carray(as_pointer(h[2]), (GUARD_WORDS,), np.int64),
+        carray(as_pointer(h[18]), (STATE_WORDS,), np.int64),
         carray(as_pointer(h[19]), (snapshots * SNAPSHOT_WORDS,), np.int64),
+        carray(as_pointer(h[20]), (slots * SLOT_WORDS,), np.int64),
         carray(as_pointer(h[21]), (pins * PIN_WORDS,), np.int64),
         carray(as_pointer(handle), (2,), np.int64),
         header["incarnation"][0],

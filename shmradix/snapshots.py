@@ -4,21 +4,28 @@ All of it is truth, nothing is derived: there are thousands of snapshots at most
 needed is found by looking through them. So a worker may die anywhere in here and nothing has to be rebuilt; its pins,
 its pending snapshots and its slots are freed by whoever buries it.
 
-Where the segment manages the slots, a slot is in the index if a live resident snapshot has it, else its worker's if its
-record names one, else free. Where it does not, slot ids are the callers'.
+Where the segment manages the slots, a slot is its worker's if its record names one, also while a pending snapshot of
+that worker's has it, else in the index if a live resident snapshot has it, else free. It is taken from the index before
+it is anybody's, and is nobody's before it gets there: at no store is a slot both a worker's and a committed snapshot's.
+Where the segment does not manage them, slot ids are the callers'.
+
+Of a live snapshot, plain stores change what its other fields say is without meaning (the slot of a spilled one, the
+owner of a committed one), and what only retention reads: its last use, its parent, BRANCH. All else is one word, stored
+so that what comes before it in the text is stored before it.
 
 Each function here is run by one worker that holds the snapshots' guard.
 """
 
 import numpy as np
 
+from shmradix import layout
 from shmradix.atomics import store_release
 from shmradix.compile import kernel
 from shmradix.hashing import mix
-from shmradix.layout import COUNTERS, HIDDEN, PENDING, SIBLING, TAIL
-from shmradix.snapshot_views import PIN_WORDS, SNAPSHOT_WORDS, used
+from shmradix.layout import COUNTERS, HIDDEN, PENDING, SIBLING, SNAPSHOT, SNAPSHOT_STATE, TAIL, word_of
+from shmradix.snapshot_views import PIN_WORDS, SLOT_WORDS, SNAPSHOT_WORDS, used
 from shmradix.status import NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SNAPSHOTS_FULL, STALE
-from shmradix.views import SLOT
+from shmradix.views import FAULT, SLOT
 
 SAVES, EVICTIONS, SPILLS, FAULT_INS, REAPS = (
     COUNTERS.index(name)
@@ -27,6 +34,8 @@ SAVES, EVICTIONS, SPILLS, FAULT_INS, REAPS = (
 _PROBES = 8  # records of the sessions' table that one session may be in
 _RESIDENT = np.uint64(0)  # a tier key
 _NOT_PENDING = np.uint32(0xFFFF_FFFF ^ PENDING)
+_CLOCK, _FLAGS, _TIER_KEY = word_of(SNAPSHOT_STATE, "clock"), word_of(SNAPSHOT, "flags"), word_of(SNAPSHOT, "tier_key")
+_WORKER = word_of(layout.SLOT, "worker")
 
 
 @kernel
@@ -38,8 +47,9 @@ def count(seg, counter, amount):
 @kernel
 def tick(seg):
     """The next time of the index's clock."""
-    seg.state["clock"][0] += 1
-    return seg.state["clock"][0]
+    clock = seg.state["clock"][0] + 1
+    store_release(seg.state_words, _CLOCK, clock)
+    return clock
 
 
 @kernel
@@ -165,17 +175,35 @@ def free_slot(seg, marks):
 
 @kernel
 def own(seg, slot):
-    """Make the slot this worker's; nothing where slots are the callers' own business."""
+    """Make the slot, which is nobody's, this worker's; nothing where slots are the callers' own business."""
     if slot < len(seg.slots):
         seg.slots["generation"][slot] = seg.workers["generation"][seg.private[SLOT]]
-        seg.slots["worker"][slot] = seg.private[SLOT] + 1
+        store_release(seg.slot_words, np.int64(slot) * SLOT_WORDS + _WORKER, seg.private[SLOT] + 1)
 
 
 @kernel
 def disown(seg, slot):
     """The slot is not this worker's any more: it is free, or in the index."""
     if slot < len(seg.slots):
-        seg.slots["worker"][slot] = 0
+        store_release(seg.slot_words, np.int64(slot) * SLOT_WORDS + _WORKER, 0)
+
+
+@kernel
+def take_slot(seg, slot):
+    """Make a slot that has just left the index this worker's. False, and a fault is noted, if it is another's, too."""
+    is_there = len(seg.slots) == 0 or (slot < len(seg.slots) and seg.slots["worker"][slot] == 0)
+    if not is_there or holder_of(seg, slot) != 0:
+        seg.private[FAULT] = 1
+        return False
+    own(seg, slot)
+    return True
+
+
+@kernel
+def set_flags(seg, at, flags):
+    """Change a live snapshot's flags, after all that was stored before."""
+    word = np.int64(flags) << 32 | np.int64(seg.snapshots["token_count"][at])
+    store_release(seg.snapshot_words, at * SNAPSHOT_WORDS + _FLAGS, word)
 
 
 # --- coming and going ---------------------------------------------------------------------------------------------
@@ -198,14 +226,13 @@ def remove(seg, at):
 def displace(seg, at, out, counts):
     """Take the snapshot out and its slot for the caller; if a match has it, hide it: it goes once it is let go."""
     if is_pinned(seg, at):
-        seg.snapshots["flags"][at] |= np.uint32(HIDDEN)
+        set_flags(seg, at, seg.snapshots["flags"][at] | np.uint32(HIDDEN))
         return
-    if is_resident(seg, at):
-        slot = seg.snapshots["slot"][at]
-        own(seg, slot)
+    slot, had_slot = seg.snapshots["slot"][at], is_resident(seg, at)
+    remove(seg, at)
+    if had_slot and take_slot(seg, slot):
         out[counts[0]] = slot
         counts[0] += 1
-    remove(seg, at)
 
 
 @kernel
@@ -216,7 +243,7 @@ def _free_record(seg):
     for at in range(1, mark):
         if record["born"][at] == 0:
             return at
-        is_idle = not is_resident(seg, at) and not record["flags"][at] & PENDING
+        is_idle = not is_resident(seg, at) and (not record["flags"][at] & PENDING or not is_current(seg, at))
         if is_idle and (coldest == 0 or record["last_use"][at] < record["last_use"][coldest]):
             coldest = at
     if mark < len(record):
@@ -230,7 +257,8 @@ def _free_record(seg):
 @kernel
 def register(seg, namespace, depth, check, low, high, slot, session, kind, epoch):
     """Make a pending snapshot. Returns (status, where it is)."""
-    if epoch >= 0 and epoch != seg.tree["epoch"][0]:
+    now = seg.tree["epoch"][0]  # once: a clear() may come in between, whose guard is another
+    if epoch >= 0 and epoch != now:
         return STALE, 0
     if not may_use(seg, slot):
         return SLOT_NOT_HELD, 0
@@ -238,7 +266,7 @@ def register(seg, namespace, depth, check, low, high, slot, session, kind, epoch
     if at == 0:
         return SNAPSHOTS_FULL, 0
     record = seg.snapshots
-    record["epoch"][at] = seg.tree["epoch"][0]
+    record["epoch"][at] = now
     record["adapter_id"][at] = namespace[0]
     for i in range(4):
         record["salt"][at][i] = namespace[1 + i]
@@ -306,8 +334,8 @@ def commit(seg, at, namespace, out, counts):
     if same != 0 and counts[0] < len(out):
         displace(seg, same, out, counts)
     record["last_use"][at] = tick(seg)
-    record["flags"][at] &= _NOT_PENDING
     disown(seg, record["slot"][at])
+    set_flags(seg, at, record["flags"][at] & _NOT_PENDING)
     count(seg, SAVES, 1)
     return OK
 
@@ -368,7 +396,7 @@ def bury(seg, slot, generation):
             remove(seg, at)
     for i in range(len(slots)):
         if np.int64(slots["worker"][i]) == slot + 1 and slots["generation"][i] <= generation:
-            slots["worker"][i] = 0
+            disown(seg, i)
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -423,18 +451,20 @@ def find_tiered(seg, key):
 
 
 @kernel
-def spill(seg, at, pending):
-    """Make the snapshot tiered and its slot this worker's. Returns its key."""
-    record = seg.snapshots
+def spill(seg, at, pending, out, counts):
+    """Make the snapshot tiered and its slot, which goes to `out`, this worker's. Returns its key."""
+    record, slot = seg.snapshots, seg.snapshots["slot"][at]
     key = np.uint64(tick(seg)) + seg.incarnation
     if key == _RESIDENT:
         key = np.uint64(tick(seg)) + seg.incarnation
     if pending:
         record["generation"][at] = seg.workers["generation"][seg.private[SLOT]]
         record["worker"][at] = seg.private[SLOT] + 1
-        record["flags"][at] |= np.uint32(PENDING)
-    own(seg, record["slot"][at])
-    record["tier_key"][at] = key
+        set_flags(seg, at, record["flags"][at] | np.uint32(PENDING))
+    store_release(seg.snapshot_words, at * SNAPSHOT_WORDS + _TIER_KEY, np.int64(key))
+    if take_slot(seg, slot):
+        out[counts[0]] = slot
+        counts[0] += 1
     return key
 
 
@@ -444,7 +474,7 @@ def commit_spill(seg, key):
     at = find_tiered(seg, key)
     if at == 0:
         return NOT_FOUND
-    seg.snapshots["flags"][at] &= _NOT_PENDING
+    set_flags(seg, at, seg.snapshots["flags"][at] & _NOT_PENDING)
     return OK
 
 
@@ -457,8 +487,8 @@ def promote(seg, key, slot):
     if not may_use(seg, slot):
         return SLOT_NOT_HELD
     seg.snapshots["slot"][at] = slot
-    seg.snapshots["tier_key"][at] = 0
     disown(seg, slot)
+    store_release(seg.snapshot_words, at * SNAPSHOT_WORDS + _TIER_KEY, 0)
     count(seg, FAULT_INS, 1)
     return OK
 
