@@ -1,4 +1,7 @@
-"""A reader of segments written from docs/layout.md alone, with struct and mmap, and nothing of the package."""
+"""A reader of segments written from docs/layout.md alone, with struct and mmap, and nothing of the package.
+
+For the one hash that the document takes from elsewhere there is xxhash.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import xxhash
 
 # --- what the document says, literally: bytes of a record, then `offset field type` of each field
 
@@ -15,7 +20,7 @@ RECORDS = {
         "0 magic u64, 8 version u32, 12 byte_order u32, 16 fingerprint u64, 24 size u64, 32 incarnation u64, "
         "40 hash_seed u64, 48 created_ns i64, 56 boot_id u64[2], 72 creator_pid u32, 76 block_size u32, "
         "80 max_blocks u32, 84 max_namespaces u32, 88 max_leases u32, 92 max_workers u32, 96 max_snapshots u32, "
-        "100 bucket_count u32",
+        "100 bucket_count u32, 104 snapshot_slots u32, 108 tail_lease u32, 112 retention u32, 120 snapshot_alpha f64",
     ),
     "guard": (128, "0 owner i64, 64 dirty i64, 72 acquired_ns i64, 80 recoveries i64"),
     "state": (
@@ -25,9 +30,9 @@ RECORDS = {
         "52 heap_size u32, 56 reserved u64[9]",
     ),
     "worker": (
-        128,
+        256,
         "0 generation i64, 8 claimed_ns i64, 16 start_time u64, 24 pid_namespace u64, 32 pid u32, 36 padding u32, "
-        "40 counters i64[11]",
+        "40 counters i64[26], 248 reserved u64",
     ),
     "namespace": (64, "0 adapter_id u64, 8 salt u64[4], 40 epoch i64, 48 reserved u64[2]"),
     "lease": (
@@ -42,18 +47,30 @@ RECORDS = {
         "60 in_heap u32",
     ),
     "heap": (16, "0 last_use i64, 8 node u32, 12 padding u32"),
-    "snapshot": (
-        128,
-        "0 born i64, 8 last_use i64, 16 prefix_hash u64[2], 32 session u64, 40 adapter_id u64, 48 salt u64[4], "
-        "80 token_count u32, 84 slot u32, 88 flags u32, 92 padding u32, 96 reserved u64[4]",
+    "snapshot_state": (
+        64,
+        "0 clock i64, 8 evictions i64, 16 snapshots_used u32, 20 pins_used u32, 24 reserved u64[5]",
     ),
+    "snapshot": (
+        192,
+        "0 born i64, 8 epoch i64, 16 adapter_id u64, 24 session u64, 32 token_count u32, 36 flags u32, 40 check u32, "
+        "44 slot u32, 48 last_use i64, 56 tier_key u64, 64 prefix_hash u64[2], 80 salt u64[4], 112 generation i64, "
+        "120 worker u32, 124 parent u32, 128 parent_born i64, 136 reserved u64[7]",
+    ),
+    "slot": (16, "0 generation i64, 8 worker u32, 12 reserved u32"),
+    "pin": (32, "0 born i64, 8 generation i64, 16 snapshot_born i64, 24 worker u32, 28 snapshot u32"),
+    "session": (16, "0 session u64, 8 evictions i64"),
 }
 HOT = ("namespace", "lease", "node")
 COUNTERS = (
     "lookups", "hits", "hit_tokens", "lookup_tokens", "inserts", "inserted_blocks", "duplicate_blocks",
-    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns",
+    "evicted_blocks", "lock_waits", "rebuilds", "rebuild_ns", "snapshot_saves", "snapshot_lookups", "snapshot_hits",
+    "snapshot_hit_tokens", "recompute_tokens_on_hit", "recompute_tokens_on_miss", "snapshot_evictions", "tier_spills",
+    "tier_hits", "tier_fault_ins", "tier_reaps", "no_snapshot", "snapshot_too_deep", "snapshot_of_another_session",
+    "snapshot_pending",
 )  # fmt: skip
 NONE = 2**32 - 1
+FLAGS = {"TAIL": 1, "SIBLING": 2, "LEAF": 4, "PENDING": 8, "HIDDEN": 16, "BRANCH": 32}
 
 
 class Field(NamedTuple):
@@ -78,7 +95,7 @@ FIELDS = {record: fields_of(record) for record in RECORDS}
 
 U64 = 2**64 - 1
 GOLDEN, KEY = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-CODES = {"u32": "I", "u64": "Q", "i64": "q"}
+CODES = {"u32": "I", "u64": "Q", "i64": "q", "f64": "d"}
 
 
 class Block(NamedTuple):
@@ -99,6 +116,15 @@ class Lease(NamedTuple):
     depth: int
     anchor: Path_
     pinned: Path_
+
+
+class Snapshot(NamedTuple):
+    namespace: Namespace
+    session: int
+    token_count: int
+    flags: int
+    slot: int | None  # of a resident one
+    tier_key: int
 
 
 class Changed(Exception):
@@ -125,7 +151,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0xE7978B0E044625DD
+        assert header["fingerprint"] == 0x270D09E0432D3D25
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]
@@ -135,25 +161,33 @@ class Reader:
         while self.bucket_count < self.node_count:
             self.bucket_count *= 2
         assert header["bucket_count"] == self.bucket_count
+        self.session_count = 1
+        while self.session_count <= 2 * header["max_snapshots"]:
+            self.session_count *= 2
         plan = [
             ("header", "header", 4096, 1),
             ("guards", "guard", 128, 2),
             ("state", "state", 128, 1),
-            ("workers", "worker", 128, self.max_workers),
+            ("workers", "worker", 256, self.max_workers),
             ("namespaces", "namespace", 64, 1 + self.max_namespaces),
             ("leases", "lease", 64, 1 + header["max_leases"]),
             ("nodes", "node", 64, self.node_count),
             ("tokens", "", 4 * self.block_size, self.node_count),
             ("heap", "heap", 16, 1 + self.max_blocks),
             ("buckets", "", 4, self.bucket_count),
-            ("snapshots", "snapshot", 128, header["max_snapshots"]),
+            ("snapshot_state", "snapshot_state", 64, 1),
+            ("snapshots", "snapshot", 192, 1 + header["max_snapshots"]),
+            ("slots", "slot", 16, header["snapshot_slots"]),
+            ("pins", "pin", 32, 1 + (header["max_leases"] if header["max_snapshots"] else 0)),
+            ("sessions", "session", 16, self.session_count),
         ]
         offset = 0
         for name, record, size, count in plan:
             self.sections[name] = record, offset, count
             offset += (size * count + 63) // 64 * 64
         assert offset == header["size"] == len(image)
-        self.hash_keys = list(self._hash_keys(header["hash_seed"]))
+        self.hash_seed = header["hash_seed"]
+        self.hash_keys = list(self._hash_keys(self.hash_seed))
 
     def words(self, section: str, index: int, field: str) -> tuple[int, ...]:
         record, start, count = self.sections[section]
@@ -257,6 +291,91 @@ class Reader:
                 found.append(Lease(slot, depth, self.climb(anchor)[1], self.climb(node)[1]))
         return sorted(found)
 
+    # snapshots, slots, pins
+
+    def live_snapshots(self) -> list[int]:
+        used = self.get("snapshot_state", 0, "snapshots_used")
+        return [index for index in range(1, used) if self.get("snapshots", index, "born")]
+
+    def is_committed(self, index: int) -> bool:
+        is_shown = not self.get("snapshots", index, "flags") & (FLAGS["PENDING"] | FLAGS["HIDDEN"])
+        return is_shown and self.get("snapshots", index, "epoch") == self.state("epoch")
+
+    def snapshot(self, index: int) -> Snapshot:
+        """What a live record says; raises Changed."""
+        born = self.get("snapshots", index, "born")
+        salt = struct.pack("<4Q", *self.words("snapshots", index, "salt"))
+        namespace = self.get("snapshots", index, "adapter_id"), salt
+        session, tokens = self.get("snapshots", index, "session"), self.get("snapshots", index, "token_count")
+        key, slot = self.get("snapshots", index, "tier_key"), self.get("snapshots", index, "slot")
+        flags = self.get("snapshots", index, "flags")
+        if not born or self.get("snapshots", index, "tier_key") != key or self.get("snapshots", index, "born") != born:
+            raise Changed
+        return Snapshot(namespace, session, tokens, flags, None if key else slot, key)
+
+    def committed(self) -> list[Snapshot]:
+        found = [self.snapshot(index) for index in self.live_snapshots() if self.is_committed(index)]
+        return sorted(found, key=lambda snapshot: (snapshot[:4], snapshot.tier_key, snapshot.slot or 0))
+
+    def find_snapshots(self, namespace: Namespace, tokens: Sequence[int], keys: Sequence[int] = ()) -> list[Snapshot]:
+        """The committed ones of prefixes of the tokens, deepest first."""
+        found = []
+        for index in self.live_snapshots():
+            snapshot, depth = self.snapshot(index), self.get("snapshots", index, "token_count")
+            if not self.is_committed(index) or snapshot.namespace != namespace or depth > len(tokens):
+                continue
+            if self.get("snapshots", index, "check") != self.check(tokens, depth):
+                continue
+            if self.words("snapshots", index, "prefix_hash") == self.prefix_hash(tokens[:depth], keys):
+                found.append(snapshot)
+        return sorted(found, key=lambda snapshot: -snapshot.token_count)
+
+    def slot_states(self) -> list[str]:
+        """Of each slot of the segment's own: "free", "index", or the worker's slot."""
+        resident = [snapshot.slot for snapshot in map(self.snapshot, self.live_snapshots()) if not snapshot.tier_key]
+        assert len({*resident}) == len(resident)
+        states = []
+        for slot in range(self.sections["slots"][2]):
+            worker = self.get("slots", slot, "worker")
+            states.append(str(worker - 1) if worker else "index" if slot in resident else "free")
+        return states
+
+    def pins(self) -> list[tuple[int, Snapshot]]:
+        """Who pins what."""
+        found = []
+        for pin in range(1, self.get("snapshot_state", 0, "pins_used")):
+            if self.get("pins", pin, "born"):
+                slot, index = self.get("pins", pin, "worker") - 1, self.get("pins", pin, "snapshot")
+                assert self.get("pins", pin, "generation") == self.get("workers", slot, "generation")
+                assert self.get("pins", pin, "snapshot_born") == self.get("snapshots", index, "born")
+                found.append((slot, self.snapshot(index)))
+        return sorted(found)
+
+    def last_lookup(self, session: int) -> int | None:
+        """How many evictions there had been when the session last looked something up."""
+        for at in range(mix(session), mix(session) + 8):
+            if self.get("sessions", at % self.session_count, "session") == session:
+                return self.get("sessions", at % self.session_count, "evictions")
+        return None
+
+    def prefix_hash(self, tokens: Sequence[int], keys: Sequence[int] = ()) -> tuple[int, int]:
+        digest = xxhash.xxh3_128_digest(struct.pack(f"<{len(tokens)}I", *tokens), seed=self.hash_seed)
+        blocks = (len(tokens) + self.block_size - 1) // self.block_size
+        its = [keys[i] if i < len(keys) else 0 for i in range(blocks)]
+        if any(its):
+            data = digest + struct.pack(f"<{blocks}Q", *its)
+            digest = xxhash.xxh3_128_digest(data, seed=self.hash_seed ^ GOLDEN)
+        high, low = struct.unpack(">2Q", digest)
+        return low, high
+
+    def check(self, tokens: Sequence[int], depth: int) -> int:
+        x = y = depth
+        for token in tokens[max(0, depth - 4) : depth]:
+            x = mix(x ^ token) * GOLDEN & U64
+        for i in range(16):
+            y = (y ^ tokens[depth * i // 16]) * GOLDEN & U64
+        return mix(y) % 2**16 * 2**16 + mix(x) % 2**16
+
     # free lists, hashes
 
     def free(self, section: str, head: str, link: str) -> list[int]:
@@ -329,12 +448,12 @@ def copy_slowly(image: mmap.mmap) -> bytes:
     return b"".join(image[at : at + 256] for at in range(0, len(image), 256))
 
 
-def copy_of_one_instant(image: mmap.mmap) -> Reader:
-    """The segment at an instant at which no worker was writing."""
+def copy_of_one_instant(image: mmap.mmap, guard: int = 0) -> Reader:
+    """The segment at an instant at which no worker was writing in the guard's half."""
     live = Reader(image)
     while True:
-        before = live.get("guards", 0, "acquired_ns")
-        if live.get("guards", 0, "owner") == 0:
+        before = live.get("guards", guard, "acquired_ns")
+        if live.get("guards", guard, "owner") == 0:
             copy = copy_slowly(image)
-            if live.get("guards", 0, "acquired_ns") == before:
+            if live.get("guards", guard, "acquired_ns") == before:
                 return Reader(copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -24,16 +25,19 @@ from tests.actors import Actor, attach, files_of, hold
 from tests.layout_reader import (
     COUNTERS,
     FIELDS,
+    FLAGS,
     HOT,
     NONE,
     RECORDS,
     U64,
     Block,
+    Changed,
     Field,
     Lease,
     Namespace,
     Path_,
     Reader,
+    Snapshot,
     copy_of_one_instant,
     map_segment,
 )
@@ -270,7 +274,7 @@ def test_the_header_and_the_files(
         link(source, target)
 
     monkeypatch.setattr(os, "link", spy)
-    with RadixCache.create(name, max_blocks=64, max_snapshots=7) as cache:
+    with RadixCache.create(name, max_blocks=64, max_snapshots=7, snapshot_alpha=0.5) as cache:
         assert links == [(f"/dev/shm/.shmradix.{name}.new", f"/dev/shm/shmradix.{name}")]
         reader = read(cache)
         tail = f"{reader.get('header', 0, 'incarnation'):016x}"
@@ -279,11 +283,118 @@ def test_the_header_and_the_files(
         assert reader.get("header", 0, "creator_pid") == os.getpid()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
         assert struct.pack("<2Q", *reader.words("header", 0, "boot_id")).hex() == boot
-        assert reader.image[104:4096] == bytes(4096 - 104)
+        assert reader.words("header", 0, "snapshot_alpha") == (0.5,)
+        assert reader.image[128:4096] == bytes(4096 - 128)
         assert [reader.get("guards", which, "owner") for which in range(2)] == [0, 0]
         assert [reader.get("guards", which, "dirty") for which in range(2)] == [0, 0]
         assert reader.get("guards", 0, "acquired_ns") > 0
-        assert not any(reader.get("snapshots", index, "born") for index in range(7))
+        assert not any(reader.get("snapshots", index, "born") for index in range(8))
+
+
+def test_the_reader_finds_snapshots_slots_and_pins(
+    cache_factory: CacheFactory, read: Callable[[RadixCache], Reader]
+) -> None:
+    cache = cache_factory(block_size=4, max_snapshots=9, snapshot_slots=6, retention="chain")
+    tokens, keys = list(range(50, 61)), [0, 2**64 - 1]
+    cache.insert(tokens, [1, 2])
+    cache.insert(tokens, [3, 4], salt=b"tenant", block_keys=keys)
+
+    def save(count: int, session: int = 0, kind: str = "plain", **where: Any) -> int:
+        slot = cache.allocate_snapshot_slot()
+        cache.reserve_snapshot(tokens[:count], slot, session=session, kind=kind, **where).commit()
+        return slot
+
+    first, tail = save(3), save(8, 2**64 - 1, "tail")
+    other, keyed = save(4, salt=b"tenant"), save(8, salt=b"tenant", block_keys=keys)
+    private, pending = cache.allocate_snapshot_slot(), cache.allocate_snapshot_slot()
+    announced = cache.reserve_snapshot(tokens, pending, kind="finish")
+    match = cache.lookup(tokens, session=2**64 - 1)
+    reader, tenant = read(cache), salted(0, b"tenant")
+    plain = [Snapshot(BASE, 0, 3, 0, first, 0), Snapshot(BASE, 2**64 - 1, 8, FLAGS["TAIL"], tail, 0)]
+    theirs = [Snapshot(tenant, 0, 4, 0, other, 0), Snapshot(tenant, 0, 8, 0, keyed, 0)]
+    assert reader.committed() == sorted([*plain, *theirs])
+    assert reader.find_snapshots(BASE, tokens) == plain[::-1]
+    assert reader.find_snapshots(BASE, [*tokens[:7], 7]) == plain[:1]
+    assert reader.find_snapshots(tenant, tokens, keys) == theirs[::-1]
+    assert reader.find_snapshots(tenant, tokens) == reader.find_snapshots(tenant, tokens, [0, 1]) == theirs[:1]
+    assert reader.find_snapshots(tenant, tokens, [1, 0]) == reader.find_snapshots((1, tenant[1]), tokens) == []
+    assert [reader.slot_states()[slot] for slot in (first, tail, other, keyed)] == ["index"] * 4
+    assert [reader.slot_states()[slot] for slot in (private, pending)] == ["0", "0"]
+    (index,) = {*reader.live_snapshots()} - {i for i in reader.live_snapshots() if reader.is_committed(i)}
+    assert reader.snapshot(index) == Snapshot(BASE, 0, 11, FLAGS["LEAF"] | FLAGS["PENDING"], pending, 0)
+    assert reader.pins() == [(0, plain[1])]
+    assert (reader.last_lookup(2**64 - 1), reader.last_lookup(5)) == (0, None)
+    of_tail = next(i for i in reader.live_snapshots() if reader.snapshot(i) == plain[1])
+    parent = reader.get("snapshots", of_tail, "parent")
+    assert reader.snapshot(parent) == plain[0]
+    assert reader.get("snapshots", of_tail, "parent_born") == reader.get("snapshots", parent, "born")
+
+    announced.abort()
+    cache.free_snapshot_slot(private)
+    spilled: Any = cache.evict_snapshot_to_tier()
+    assert reader.slot_states()[spilled.slot] == "0"
+    assert reader.slot_states()[private] == "free"
+    assert [s for s in reader.committed() if s.tier_key] == [
+        next(s for s in [*plain, *theirs] if s.slot == spilled.slot)._replace(slot=None, tier_key=spilled.key)
+    ]
+    cache.clear()  # what a match has stays, and is not found
+    assert reader.committed() == []
+    assert [reader.snapshot(i) for i in reader.live_snapshots()] == plain[1:]
+    match.release()
+    assert reader.pins() == []
+    births = [reader.get("snapshots", i, "born") for i in range(reader.get("snapshot_state", 0, "snapshots_used"))]
+    assert max(births) <= reader.get("snapshot_state", 0, "clock")
+
+
+def churn_snapshots(state: SimpleNamespace, prompts: list[list[int]]) -> None:
+    """Save, spill, promote, pin and evict until killed."""
+    rng, cache, keys = random.Random(1), state.cache, [0]
+    while True:
+        tokens = rng.choice(prompts)
+        cache.insert_intermediate_snapshot(tokens[: rng.randint(1, 12)], cache.allocate_snapshot_slot())
+        cache.lookup(tokens).release()
+        if spilled := rng.random() < 0.5 and cache.evict_snapshot_to_tier():
+            keys.append(spilled.key)
+            if not cache.promote_snapshot(rng.choice(keys) or spilled.key, spilled.slot):
+                cache.free_snapshot_slot(spilled.slot)
+        if (slot := cache.evict_snapshot_lru()) is not None:
+            cache.free_snapshot_slot(slot)
+
+
+def test_a_reader_without_the_guard_is_never_fooled_by_snapshots(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(block_size=4, max_leases=8, max_snapshots=12, snapshot_slots=5)
+    prompts = [[*range(4), *(n * 10 + i for i in range(8))] for n in range(1, 10)]
+    for n, tokens in enumerate(prompts):
+        cache.insert(tokens, [0, 2 * n + 1, 2 * n + 2])
+        cache.release(tokens)
+    image, seen, slots = map_segment(cache.name), set[int](), set[str]()
+    known = {Reader(image).prefix_hash(tokens[:n]) for tokens in prompts for n in range(1, 13)}
+    with Actor() as actor:
+        actor.do(attach, cache.name)
+        actor.begin(churn_snapshots, prompts)
+        deadline = time.monotonic() + 30
+        rounds = 0
+        while (rounds < 300 or len(seen) < 12 or len(slots) < 3) and time.monotonic() < deadline:
+            rounds += 1
+            copy = copy_of_one_instant(image, 1)
+            slots |= {*copy.slot_states()}
+            found = copy.committed()
+            seen |= {snapshot.token_count for snapshot in found}
+            assert all(copy.words("snapshots", i, "prefix_hash") in known for i in copy.live_snapshots())
+            assert all(snapshot in found for _, snapshot in copy.pins())
+            live = Reader(image)
+            for index in live.live_snapshots():
+                with contextlib.suppress(Changed):
+                    snapshot = live.snapshot(index)
+                    assert 1 <= snapshot.token_count <= 12
+                    assert snapshot.slot is None or snapshot.slot < 5
+        actor.kill()
+    assert seen == {*range(1, 13)}
+    assert {"1", "index", "free"} <= slots
+    assert cache.reap() == 1
+    states = Reader(image).slot_states()
+    assert "1" not in states
+    assert Reader(image).pins() == []
 
 
 def table_of(tokens: list[int]) -> list[int]:
@@ -329,9 +440,10 @@ def test_a_reader_without_the_guard_is_never_fooled(cache_factory: CacheFactory)
 DTYPES = {
     "header": layout.HEADER, "guard": layout.GUARD, "state": layout.STATE, "worker": layout.WORKER,
     "namespace": layout.NAMESPACE, "lease": layout.LEASE, "node": layout.NODE, "heap": layout.HEAP,
-    "snapshot": layout.SNAPSHOT,
+    "snapshot_state": layout.SNAPSHOT_STATE, "snapshot": layout.SNAPSHOT, "slot": layout.SLOT, "pin": layout.PIN,
+    "session": layout.SESSION,
 }  # fmt: skip
-KINDS = {"<u4": "u32", "<u8": "u64", "<i8": "i64"}
+KINDS = {"<u4": "u32", "<u8": "u64", "<i8": "i64", "<f8": "f64"}
 
 
 def as_fields(dtype: np.dtype[Any]) -> dict[str, Field]:
@@ -367,7 +479,7 @@ def test_records_lie_as_documented(record: str) -> None:
     assert as_fields(dtype) == fields
     table = rows(document_section(f"{record}: {dtype.itemsize} bytes"))
     assert table[0] == ["offset", "size", "type", "field", "meaning"]
-    width = {"u32": 4, "u64": 8, "i64": 8}
+    width = {"u32": 4, "u64": 8, "i64": 8, "f64": 8}
     assert [row[:4] for row in table[1 : 1 + len(fields)]] == [
         [
             str(field.offset),
@@ -399,17 +511,18 @@ def test_the_owner_word_has_a_cache_line_of_its_own() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        (16, 64, 256, 4096, 64, 0),
-        (1, 1, 1, 1, 1, 1),
-        (3, 5, 2, 9, 3, 4),
-        (1 << 16, 1 << 30, 1 << 20, 1 << 24, 1 << 14, 1 << 24),
+        (16, 64, 256, 4096, 64, 0, 0, 64, 0),
+        (1, 1, 1, 1, 1, 1, 1, 0, 1),
+        (3, 5, 2, 9, 3, 4, 3, 2, 0),
+        (1 << 16, 1 << 30, 1 << 20, 1 << 24, 1 << 14, 1 << 16, 1 << 16, 1 << 30, 1),
     ],
 )
 def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
     geometry = layout.Geometry(*sizes)
     meaning = {
-        **dict(zip(layout.LIMITS, sizes)), "bucket_count": geometry.bucket_count, "4096": 4096,
-        **{str(number): number for number in (1, 2, 4, 16, 64, 128)},
+        **dict(zip(layout.LIMITS, sizes)), "bucket_count": geometry.bucket_count, "pin_count": geometry.pin_count,
+        "session_count": geometry.session_count,
+        **{str(number): number for number in (1, 2, 4, 16, 32, 64, 128, 192, 256, 4096)},
     }  # fmt: skip
 
     def value(text: str) -> int:
@@ -417,7 +530,7 @@ def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
         return product[0] if len(product) == 1 else product[0] * product[1]
 
     offset, found = 0, []
-    for _, name, size, count, _ in rows(document_section("Sections"))[1:12]:
+    for _, name, size, count, _ in rows(document_section("Sections"))[1:16]:
         found.append((name, offset, value(size) * value(count)))
         offset += (found[-1][2] + 63) // 64 * 64
     assert found == [(section.name, section.offset, section.nbytes) for section in geometry.sections()]
@@ -426,9 +539,9 @@ def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
 
 
 def test_the_example_is_right() -> None:
-    geometry = layout.Geometry(16, 64, 256, 4096, 64, 0)
+    geometry = layout.Geometry(16, 64, 256, 4096, 64, 512, 64)
     expected = [[section.name, str(section.offset), str(section.nbytes)] for section in geometry.sections()]
-    assert rows(document_section("Sections"))[13:] == [*expected, ["(end)", str(geometry.size), ""]]
+    assert rows(document_section("Sections"))[17:] == [*expected, ["(end)", str(geometry.size), ""]]
 
 
 def test_numbers_in_the_document() -> None:
@@ -439,7 +552,11 @@ def test_numbers_in_the_document() -> None:
     assert layout.BYTE_ORDER == 0x01020304
     for size, (low, high) in layout.LIMITS.items():
         assert header[f"`{size}`"].endswith(f"{low} to {high:,}")
-    counters = [row[1].strip("`") for row in rows(document_section("worker: 128 bytes")) if row[0].isdigit()][
+    assert header["`snapshot_alpha`"].endswith(f"0.0 to {layout.MAX_ALPHA}")
+    flags = {row[1]: int(row[0]) for row in rows(document_section("snapshot: 192 bytes"))[-len(FLAGS) :]}
+    assert flags == FLAGS == {name: getattr(layout, name) for name in FLAGS}
+    assert layout.RETENTIONS == ("session", "chain")
+    counters = [row[1].strip("`") for row in rows(document_section("worker: 256 bytes")) if row[0].isdigit()][
         -len(COUNTERS) :
     ]
     assert tuple(counters) == layout.COUNTERS == COUNTERS
