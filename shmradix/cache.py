@@ -437,12 +437,18 @@ class RadixCache(SnapshotMethods):
     def verify(self) -> builtins.list[Violation]:
         """Check every invariant of the segment (docs/invariants.md) on a copy of it. Empty where it is sound.
 
-        The copy holds the guard, and so all workers, about half a second a GB.
+        The copy holds the guards, and so all workers, about half a second a GB.
         """
-        geometry = self._segment.geometry
+        geometry, worker = self._segment.geometry, self._worker
         image = np.empty(geometry.size, np.uint8)
-        image.fill(0)  # have the memory before the guard is held
-        self._worker.run(self._worker.entries.copy, image)
+        index = np.empty(geometry.size - geometry.index_offset, np.uint8)
+        for part in (image, index):
+            part.fill(0)  # have the memory before a guard is held
+        if worker.snapshots is not None:
+            worker.run(worker.snapshots.copy, index)  # first: no snapshot is of a later epoch than the tree's, then
+        worker.run(worker.entries.copy, image)
+        if worker.snapshots is not None:
+            image[geometry.index_offset :] = index
         return verify.check(geometry.views(image), geometry)
 
     def stats(self) -> Stats:

@@ -335,6 +335,11 @@ class Geometry:
         return sections
 
     @property
+    def index_offset(self) -> int:
+        """Where the sections of the snapshot index begin, which are the last."""
+        return next(section.offset for section in self.sections() if section.name == "snapshot_state")
+
+    @property
     def size(self) -> int:
         """Bytes of the whole segment."""
         last = self.sections()[-1]

@@ -5,14 +5,14 @@ a status, the second which guard's waiters to wake. Where one takes no guard, it
 """
 
 import numpy as np
-from numba.types import Array, UniTuple, int64, uint32, uint64
+from numba.types import Array, UniTuple, int64, uint8, uint32, uint64
 
 from shmradix import anchors, guard, retention, snapshots
 from shmradix.compile import entry, kernel
 from shmradix.guard import SNAPSHOTS
 from shmradix.layout import PENDING
 from shmradix.retention import FRONTIER, HIDDEN_CLASS
-from shmradix.snapshot_views import open_index
+from shmradix.snapshot_views import copy_index, open_index
 from shmradix.status import BUSY_SNAPSHOTS, CORRUPT, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
 from shmradix.views import FAULT
 
@@ -24,6 +24,7 @@ _slots = Array(uint32, 1, "C")
 _counts = Array(int64, 1, "C")
 _marks = Array(int64, 1, "C")
 _sessions = Array(int64, 2, "C")
+_bytes = Array(uint8, 1, "C")
 
 
 @kernel
@@ -286,6 +287,16 @@ def totals(handle, tag, now, marks):
             tiered += np.int64(not snapshots.is_resident(seg, at))
     status, wake = _end(seg, OK)
     return status, wake, np.int64(committed), np.int64(tiered)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _bytes))
+def copy(handle, tag, now, out):
+    """(status, wake): an image of the sections of the index at one instant."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    copy_index(handle, out)
+    return _end(seg, OK)
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))

@@ -63,6 +63,13 @@ def open_index(handle):
     )
 
 
+@opener
+def copy_index(handle, out):
+    """Copy the sections of the snapshot index, which are the segment's last, to uint8 `out`."""
+    h = carray(as_pointer(handle), (HANDLE_SIZE,), np.int64)
+    out[:] = carray(as_pointer(h[18]), (len(out),), np.uint8)
+
+
 @kernel
 def used(count, limit):
     """One more than the highest record that was ever used, from a mark in the segment, within the table."""

@@ -1,12 +1,15 @@
 """The invariants of a segment, checked on an image of it with numpy alone; docs/invariants.md tells why each holds."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import NO_BLOCK, Geometry, Views
+from shmradix.snapshot_invariants import CHECKS as SNAPSHOT_CHECKS
+from shmradix.snapshot_invariants import LAST_OF_BOUNDS as SNAPSHOT_BOUNDS
+from shmradix.snapshot_invariants import few, image_of, mix
 
 
 class Violation(NamedTuple):
@@ -44,7 +47,7 @@ def _invariant(name: str) -> Callable[[Check], Check]:
 
 def names() -> list[str]:
     """The invariants' names; the first is number 1."""
-    return [name for name, _ in _CHECKS]
+    return [name for name, _ in _CHECKS] + [name for name, _ in SNAPSHOT_CHECKS]
 
 
 def check(views: Views, geometry: Geometry) -> list[Violation]:
@@ -59,23 +62,24 @@ def check(views: Views, geometry: Geometry) -> list[Violation]:
         live[(live > 0) & (live < first)],
         1 + np.flatnonzero(views.leases["born"][1:]),
     )
+    found = _run(_CHECKS, image, 1, _LAST_OF_BOUNDS)
+    return found + _run(SNAPSHOT_CHECKS, image_of(views, geometry), 1 + len(_CHECKS), SNAPSHOT_BOUNDS)
+
+
+def _run(checks: list[tuple[str, Any]], image: Any, first: int, last_of_bounds: int) -> list[Violation]:
+    """The violations of one half; its invariants are numbered from `first`."""
     found = []
-    for number, (name, run) in enumerate(_CHECKS, 1):
-        found += [Violation(number, name, detail) for detail in run(image)]
-        if number == _LAST_OF_BOUNDS and found:
+    for at, (name, run) in enumerate(checks):
+        found += [Violation(first + at, name, detail) for detail in run(image)]
+        if at + 1 == last_of_bounds and found:
             break  # the rest follows indexes that are known to be in bounds
     return found
-
-
-def _few(indexes: np.ndarray) -> str:
-    shown = ", ".join(map(str, indexes[:5].tolist()))
-    return shown + (f" and {len(indexes) - 5} more" if len(indexes) > 5 else "")
 
 
 def _outside(name: str, indexes: np.ndarray, values: np.ndarray, limit: int) -> Iterator[str]:
     bad = indexes[values[indexes] >= limit]
     if bad.size:
-        yield f"{name} of {_few(bad)} is not below {limit}"
+        yield f"{name} of {few(bad)} is not below {limit}"
 
 
 # --- bounds: 1 to 3 ---------------------------------------------------------------------------------------------
@@ -93,7 +97,7 @@ def _marks(image: Image) -> Iterator[str]:
         if not low <= used <= high:
             yield f"{field} is {used}, not from {low} to {high}"
         elif live.size and live[-1] >= used:
-            yield f"{field} is {used}, but {_few(live[live >= used])} lives"
+            yield f"{field} is {used}, but {few(live[live >= used])} lives"
 
 
 @_invariant("every index of a live record names a record")
@@ -151,10 +155,10 @@ def _parents(image: Image) -> Iterator[str]:
         (parent == 0) | (nodes["born"][parent] == 0) | (nodes["born"][parent] >= nodes["born"][image.blocks])
     ]
     if bad.size:
-        yield f"parent of {_few(bad)}"
+        yield f"parent of {few(bad)}"
     bad = image.roots[nodes["parent"][image.roots] != 0]
     if bad.size:
-        yield f"roots {_few(bad)} have a parent"
+        yield f"roots {few(bad)} have a parent"
 
 
 @_invariant("a live node has a block, a root has none")
@@ -162,7 +166,7 @@ def _blocks(image: Image) -> Iterator[str]:
     block = image.views.nodes["block"]
     for live, bad in ((image.blocks, block[image.blocks] == NO_BLOCK), (image.roots, block[image.roots] != NO_BLOCK)):
         if bad.any():
-            yield f"nodes {_few(live[bad])}"
+            yield f"nodes {few(live[bad])}"
 
 
 @_invariant("siblings differ in their tokens or block key")
@@ -196,7 +200,7 @@ def _leases(image: Image) -> Iterator[str]:
     bad |= (slot < 0) | (slot >= len(workers))
     bad[~bad] |= leases["generation"][~bad] > workers["generation"][slot[~bad]]
     if bad.any():
-        yield f"leases {_few(image.leases[bad])}"
+        yield f"leases {few(image.leases[bad])}"
 
 
 def _depths(image: Image) -> np.ndarray:
@@ -250,7 +254,7 @@ def _index(image: Image) -> Iterator[str]:
     live = np.concatenate([image.roots, image.blocks])
     bad = live[nodes["hash"][live] != np.concatenate([_root_hashes(image), _block_hashes(image)])]
     if bad.size:
-        yield f"hash of {_few(bad)}"
+        yield f"hash of {few(bad)}"
     times = np.zeros(len(nodes), np.int64)
     bucket, at = np.flatnonzero(buckets), buckets[buckets != 0]
     for _ in range(len(live) + 1):
@@ -259,7 +263,7 @@ def _index(image: Image) -> Iterator[str]:
         np.add.at(times, at, 1)
         bad = at[(nodes["hash"][at] & (len(buckets) - 1)) != bucket]
         if bad.size:
-            yield f"nodes {_few(bad)} are in another's bucket"
+            yield f"nodes {few(bad)} are in another's bucket"
         at = nodes["hash_next"][at]
         bucket, at = bucket[at != 0], at[at != 0]
         if at.size and at.max() >= len(nodes):
@@ -269,7 +273,7 @@ def _index(image: Image) -> Iterator[str]:
     expected[live] = 1
     bad = np.flatnonzero(times != expected)
     if at.size or bad.size:
-        yield f"nodes {_few(bad)} are not in the index, or not once"
+        yield f"nodes {few(bad)} are not in the index, or not once"
 
 
 @_invariant("a node's children are listed from the oldest to the youngest, and back")
@@ -295,7 +299,7 @@ def _pins(image: Image) -> Iterator[str]:
     counted = np.bincount(image.views.leases["node"][image.leases], minlength=image.geometry.node_count)
     bad = image.blocks[image.views.nodes["leases"][image.blocks] != counted[image.blocks]]
     if bad.size:
-        yield f"leases of nodes {_few(bad)}"
+        yield f"leases of nodes {few(bad)}"
 
 
 @_invariant("the heap is one, holds live nodes once, every evictable leaf among them, and no key after a last use")
@@ -315,25 +319,19 @@ def _heap(image: Image) -> Iterator[str]:
     evictable = image.blocks[(nodes["first_child"][image.blocks] == 0) & (nodes["leases"][image.blocks] == 0)]
     missing = evictable[entries[evictable] == 0]
     if missing.size:
-        yield f"leaves {_few(missing)} are not in it"
+        yield f"leaves {few(missing)} are not in it"
 
 
 @_invariant("a namespace has at least one block")
 def _inhabited(image: Image) -> Iterator[str]:
     empty = image.roots[image.views.nodes["first_child"][image.roots] == 0]
     if empty.size:
-        yield f"roots {_few(empty)}"
+        yield f"roots {few(empty)}"
 
 
 # --- the hashes, as in hashing.py ---------------------------------------------------------------------------------
 
 _PARENT, _KEY = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xC2B2_AE3D_27D4_EB4F)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51_AFD7_ED55_8CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CE_B9FE_1A85_EC53)
-    return x ^ (x >> np.uint64(33))
 
 
 def _block_hashes(image: Image) -> np.ndarray:
@@ -349,14 +347,14 @@ def _block_hashes(image: Image) -> np.ndarray:
             total += a * b
         if size & 1:
             total += (image.views.tokens[image.blocks, size - 1] + keys[size - 1]) * _KEY
-        return _mix(total) >> np.uint64(32)
+        return mix(total) >> np.uint64(32)
 
 
 def _root_hashes(image: Image) -> np.ndarray:
     records = image.views.namespaces[image.roots]
     first = hash_keys(int(image.views.header["hash_seed"][0]), 1).astype(np.uint64)[0]
     with np.errstate(over="ignore"):
-        x = _mix(first ^ records["adapter_id"]) * _PARENT
+        x = mix(first ^ records["adapter_id"]) * _PARENT
         for i in range(4):
-            x = _mix(x ^ records["salt"][:, i]) * _PARENT
-        return _mix(x) >> np.uint64(32)
+            x = mix(x ^ records["salt"][:, i]) * _PARENT
+        return mix(x) >> np.uint64(32)
