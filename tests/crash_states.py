@@ -102,7 +102,7 @@ class World:
         self.shapes = self._shapes()
         for client in GONE:
             self.caches[client]._worker.forget()  # its kernel lock, as when a process dies
-        parking: Any = self.survivor._worker._parking
+        parking: Any = self.survivor._worker._parking[TREE]
         parking.sleep = lambda: False  # the guard's owner is dead whenever it is held: nothing to wait for
         self._image = np.empty_like(self.memory)
         self._volatile = self._volatile_bytes()
@@ -254,7 +254,7 @@ class Trial:
             reached = max(reached, min(passed, default=0))
             self._die_again(image, where, found, limits)
         for _ in range(limits.reordered):
-            if chosen := _another_order(tape.stores, self.chance):
+            if chosen := another_order(tape.stores, self.chance):
                 image = make(self.shape.image.copy(), (tape.stores[i] for i in chosen))
                 self._try("reordered", image, f"stores {chosen}")
         self.report.counts["crash states"] += len(self.tried)
@@ -280,7 +280,7 @@ class Trial:
             if stop in chosen:
                 self._expect("second stops", image, f"{where}, then {stop} of {len(stops)} of the recovery", expected)
         for _ in range(limits.second_reordered):
-            if some := _another_order(tape.stores, self.chance):
+            if some := another_order(tape.stores, self.chance):
                 image = make(crashed.copy(), (tape.stores[i] for i in some))
                 self._expect("second reordered", image, f"{where}, then stores {some} of the recovery", expected)
 
@@ -317,7 +317,7 @@ class Trial:
         self.report.fail(f"{self.shape.name}: {self.operation.name}: {where}: {what}"[:1500])
 
 
-def _another_order(stores: list[Store], chance: random.Random) -> list[int]:
+def another_order(stores: list[Store], chance: random.Random) -> list[int]:
     """Some of the stores, such that another order of those between two atomic ones has them first; [] if it has not."""
     if not stores:
         return []

@@ -20,7 +20,10 @@ import shmradix
 from shmradix.layout import Geometry
 from shmradix.views import SLOT, make_handle
 
-MODULES = ("atomics", "entries", "guard", "hashing", "heap", "index", "leases", "recovery", "tree", "views")
+MODULES = (
+    "anchors", "atomics", "entries", "guard", "hashing", "heap", "index", "leases", "recovery", "retention",
+    "snapshot_entries", "snapshot_views", "snapshots", "tree", "views",
+)  # fmt: skip
 """The modules with kernels; the others are the same compiled and not."""
 
 Change = tuple[str, str, str]  # a module, a piece of its text, what stands there instead
@@ -137,7 +140,12 @@ class Kernels:
         return builtins.__import__(name, globals_, locals_, names, level)
 
     def record(
-        self, image: np.ndarray, geometry: Geometry, slot: int, call: Callable[[Any, int], Any]
+        self,
+        image: np.ndarray,
+        geometry: Geometry,
+        slot: int,
+        call: Callable[[Any, int], Any],
+        module: str = "entries",
     ) -> tuple[Tape, Any]:
         """Run `call(entries, handle)` as the worker of `slot` on a copy of a segment: its stores, its answer."""
         copy = image.copy()
@@ -145,7 +153,7 @@ class Kernels:
         Counted.tape = tape
         try:
             with np.errstate(over="ignore"):
-                answer = call(self.entries, handle.ctypes.data)
+                answer = call(getattr(self, module), handle.ctypes.data)
         finally:
             Counted.tape = None
         return tape, answer
