@@ -194,13 +194,18 @@ def commit_spill(handle, tag, now, key):
     return _end(seg, snapshots.commit_spill(seg, key))
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, uint64, uint32))
-def promote(handle, tag, now, key, slot):
-    """(status, wake); see snapshots.promote."""
+@entry(UniTuple(int64, 4)(int64, int64, int64, uint64, uint32, int64))
+def promote(handle, tag, now, key, slot, pinned):
+    """(status, wake, pin, its birth): see snapshots.promote; and pin the snapshot, if `pinned`."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
-        return BUSY_SNAPSHOTS, 0
-    return _end(seg, snapshots.promote(seg, key, slot))
+        return BUSY_SNAPSHOTS, 0, 0, 0
+    held, born = 0, np.int64(0)
+    status, at = snapshots.promote(seg, key, slot)
+    if status == OK and pinned:
+        held, born = snapshots.pin(seg, at)
+    status, wake = _end(seg, status)
+    return status, wake, np.int64(held), born
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, uint64))
@@ -212,9 +217,9 @@ def forget(handle, tag, now, key):
     return _end(seg, snapshots.forget(seg, key))
 
 
-@entry(UniTuple(int64, 3)(int64, int64, int64, _marks, _sessions, int64))
-def allocate(handle, tag, now, marks, sessions, finish):
-    """(status, wake, slot): a free slot, else that of the snapshot that goes first, for this worker.
+@entry(UniTuple(int64, 3)(int64, int64, int64, _marks, _sessions, int64, int64))
+def allocate(handle, tag, now, marks, sessions, evict, finish):
+    """(status, wake, slot): a free slot for this worker, else, to `evict`, that of the snapshot that goes first.
 
     For a `finish` leaf no snapshot goes that the chain policy keeps.
     """
@@ -222,7 +227,9 @@ def allocate(handle, tag, now, marks, sessions, finish):
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0
     slot = snapshots.free_slot(seg, marks)
-    if slot < 0:
+    if slot >= 0:
+        snapshots.own(seg, slot)
+    elif evict:
         at, its_class = retention.victim(seg, marks, sessions)
         if at != 0 and not (finish and its_class == FRONTIER):
             slot = np.int64(seg.snapshots["slot"][at])
@@ -231,8 +238,6 @@ def allocate(handle, tag, now, marks, sessions, finish):
             if its_class != HIDDEN_CLASS:
                 seg.state["evictions"][0] += 1
                 snapshots.count(seg, snapshots.EVICTIONS, 1)
-    else:
-        snapshots.own(seg, slot)
     status, wake = _end(seg, OK if slot >= 0 else SLOTS_FULL)
     return status, wake, slot
 

@@ -135,23 +135,23 @@ class SnapshotMethods(Handle):
 
     # --- slots --------------------------------------------------------------------------------------------
 
-    def allocate_snapshot_slot(self, *, finish: bool = False) -> int:
-        """A slot to save a state in, the caller's until it is freed or in the index; evicts a snapshot if it must.
+    def allocate_snapshot_slot(self, *, evict: bool = True, finish: bool = False) -> int:
+        """A slot to save a state in, the caller's until it is freed or in the index; may `evict` a snapshot for it.
 
         Needs `snapshot_slots` at creation. For a `finish` snapshot none goes that the chain policy wants to keep.
         Raises SlotsFull where all slots are some worker's own, or pinned by matches.
         """
         self._need_slots()
         marks, sessions = self._scratch_arrays()
-        entries = self._entries()
-        answer = self._worker.run(entries.allocate, marks, sessions, int(finish))
+        entry, how = self._entries().allocate, (int(evict), int(finish))
+        answer = self._worker.run(entry, marks, sessions, *how)
         if answer[0] == SLOTS_FULL and self._worker.reap():
-            answer = self._worker.run(entries.allocate, marks, sessions, int(finish))
+            answer = self._worker.run(entry, marks, sessions, *how)
         if answer[0]:
             slots = self._segment.geometry.snapshot_slots
             raise SlotsFull(
-                f"cache {self.name!r}: all snapshot_slots={slots} are workers' own, pinned by matches"
-                f"{' or kept from a finish snapshot' if finish else ''}: free or release some, or create it with more"
+                f"cache {self.name!r}: all snapshot_slots={slots} are in use, and no snapshot may go for this: "
+                "free or release some, or create the cache with more"
             )
         return int(answer[2])
 
@@ -187,15 +187,32 @@ class SnapshotMethods(Handle):
         """Let lookups find a pending spill. False where it was superseded: the caller removes its bytes."""
         return not self._worker.run(self._entries().commit_spill, as_count("key", key, _U64))[0]
 
-    def promote_snapshot(self, key: int, slot: int) -> bool:
+    def promote_snapshot(self, key: int, slot: int, *, match: PrefixMatch | None = None) -> bool:
         """Say that the spilled snapshot's bytes are in `slot` again. False where it is gone: the slot is the caller's.
 
-        Raises SlotError where the slot is in the index, or not this worker's.
+        With the `match` that named the key, the slot is pinned by it from then on, and is its `snapshot_slot`.
+        Raises SlotError where the slot is in the index, or not this worker's, and LeaseError for a released match.
         """
-        answer = self._worker.run(self._entries().promote, as_count("key", key, _U64), as_count("slot", slot, _U32))
-        if answer[0] == SLOT_NOT_HELD:
+        key, slot = as_count("key", key, _U64), as_count("slot", slot, _U32)
+        if match is not None:
+            self._namespace_of(match, match._namespace)
+            if match.snapshot_tier_key != key:
+                raise ValueError(f"key={key} is not that of match={match!r}, which is {match.snapshot_tier_key}")
+        status = self._worker.locked(self._promote, key, slot, match)
+        if status == SLOT_NOT_HELD:
             raise self._slot_error(slot)
-        return not answer[0]
+        return not status
+
+    def _promote(self, key: int, slot: int, match: PrefixMatch | None) -> int:
+        """Promote and let the match have the pin, with no other thread's release of it in between."""
+        if match is not None and match.released:
+            raise LeaseError(f"match={match!r} was released: look the prompt up again")
+        entry = self._entries().promote
+        status, _, pin, born = self._worker.call(entry, key, slot, int(match is not None))
+        if match is not None and not status:
+            old = match._anchor
+            match._anchor = Anchor(slot=slot, tokens=old.tier_tokens, is_tail=old.is_tail, pin=pin, born=born)
+        return status
 
     def forget_snapshot_tier_key(self, key: int) -> bool:
         """Take out the spilled snapshot with this key, whose bytes are gone. False where there is none any more."""

@@ -450,17 +450,17 @@ def commit_spill(seg, key):
 
 @kernel
 def promote(seg, key, slot):
-    """The spilled snapshot is resident again, in this slot."""
+    """The spilled snapshot is resident again, in this slot. Returns (status, where it is)."""
     at = find_tiered(seg, key)
     if at == 0 or seg.snapshots["flags"][at] & PENDING:
-        return NOT_FOUND
+        return NOT_FOUND, 0
     if not may_use(seg, slot):
-        return SLOT_NOT_HELD
+        return SLOT_NOT_HELD, 0
     seg.snapshots["slot"][at] = slot
     seg.snapshots["tier_key"][at] = 0
     disown(seg, slot)
     count(seg, FAULT_INS, 1)
-    return OK
+    return OK, at
 
 
 @kernel
