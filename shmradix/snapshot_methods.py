@@ -20,7 +20,7 @@ KINDS = {"plain": 0, "tail": TAIL, "sibling": SIBLING, "finish": LEAF}
 REASONS = ("none", "too deep", "another session", "pending")
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _MAX_DISPLACED = 64  # slots that one insert hands back at most; there are three where all is well
-_NO_DEPTHS, _NO_HASHES = np.empty(0, np.int64), np.empty((0, 2), np.uint64)
+_NO_CANDIDATES = np.empty((0, 2), np.int64), np.empty((0, 2), np.uint64)
 
 
 class _Prefix(NamedTuple):
@@ -29,7 +29,7 @@ class _Prefix(NamedTuple):
     namespace: np.ndarray
     ids: np.ndarray
     hash: np.ndarray  # uint64[1, 2]
-    parents: tuple[np.ndarray, np.ndarray]  # depths and hashes of its prefixes that may have snapshots, deepest first
+    parents: tuple[np.ndarray, np.ndarray]  # snapshots that may be of its prefixes, see _candidates
     session: int
     kind: int
     epoch: int
@@ -283,24 +283,24 @@ class SnapshotMethods(Handle):
         namespace = self._namespace(adapter_id, salt)
         if match is not None:
             namespace = self._namespace_of(match, namespace)
-        parents = _NO_DEPTHS, _NO_HASHES
+        parents = _NO_CANDIDATES
         if self._segment.geometry.retention:
-            parents = self._found(namespace, ids, keys, len(ids) - 1, session, False)
+            parents = self._candidates(namespace, ids, keys, len(ids) - 1, session, False)
         own = self._hashes(ids, keys, [len(ids)])
         return _Prefix(namespace, ids, own, parents, session, KINDS[kind], -1 if match is None else match._epoch)
 
-    def _hashes(self, ids: np.ndarray, keys: np.ndarray, depths: Any) -> np.ndarray:
-        seed = int(self._segment.views.header["hash_seed"][0])
-        return prefix_hashes(seed, ids, keys, self.block_size, depths)
+    def _hashes(self, ids: np.ndarray, keys: np.ndarray, depths: list[int]) -> np.ndarray:
+        return prefix_hashes(self._hash_seed, ids, keys, self.block_size, depths)
 
-    def _found(
+    def _candidates(
         self, namespace: np.ndarray, ids: np.ndarray, keys: np.ndarray, limit: int, session: int, hermetic: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Depths within `limit` of snapshots that may be of prefixes of `ids`, deepest first, and the hashes there."""
-        out = np.empty(self._segment.geometry.max_snapshots, np.int64)
-        count = self._worker.read(self._entries().depths, namespace, ids, limit, session, hermetic, out)
-        rising = np.unique(out[:count])
-        hashes = self._hashes(ids, keys, rising.tolist())
+        """Snapshots within `limit` that may be of prefixes of `ids`, deepest first: int64[k, 2], their depths and where
+        they are; and the hashes of the prefixes of those depths."""
+        out = np.empty((self._segment.geometry.max_snapshots, 2), np.int64)
+        count = self._worker.read(self._entries().all_within, namespace, ids, limit, session, hermetic, out)
+        rising = out[:count][np.argsort(out[:count, 0])]
+        hashes = self._hashes(ids, keys, rising[:, 0].tolist())
         return np.ascontiguousarray(rising[::-1]), np.ascontiguousarray(hashes[::-1])
 
     def _resume(
@@ -309,14 +309,14 @@ class SnapshotMethods(Handle):
         """Find and pin the deepest snapshot within `limit` tokens, for the match."""
         entries, namespace = self._entries(), match._namespace
         match._prompt = ids, keys, gate
-        depth, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
+        depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
         if depth:
-            depths, hashes = np.array([depth], np.int64), self._hashes(ids, keys, [depth])
-            answer = self._worker.run(entries.take, namespace, depths, hashes, limit, *gate, -1)
+            found = np.array([(depth, at)], np.int64), self._hashes(ids, keys, [depth])
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, -1)
         if answer[0] == NOT_FOUND:  # most often there is nothing; else it was another prompt's, or went meanwhile
-            depths, hashes = self._found(namespace, ids, keys, depth, *gate) if depth else (_NO_DEPTHS, _NO_HASHES)
-            answer = self._worker.run(entries.take, namespace, depths, hashes, limit, *gate, reason)
+            found = self._candidates(namespace, ids, keys, depth, *gate) if depth else _NO_CANDIDATES
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
         if answer[0] == LEASES_FULL:
             raise LeasesFull(
                 f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} pins are in use: "
@@ -325,24 +325,24 @@ class SnapshotMethods(Handle):
         if answer[0] == NOT_FOUND:
             match._anchor = Anchor(reason=REASONS[reason])
             return
-        _, _, depth, slot, key, flags, _, pin, born = answer
+        _, _, depth, slot, key, flags, pin, born = answer
         is_tail = bool(flags & TAIL)
         if key:
-            match._anchor = Anchor(tier_key=key & _U64, tier_tokens=depth, is_tail=is_tail)
+            match._anchor = Anchor(None, 0, key & _U64, depth, is_tail)
         else:
-            match._anchor = Anchor(slot=slot, tokens=depth, is_tail=is_tail, pin=pin, born=born)
+            match._anchor = Anchor(slot, depth, None, 0, is_tail, "", pin, born)
 
     def _restorable(self, match: PrefixMatch) -> list[int]:
         """The depths, rising, at which the match's prompt could resume now."""
         if match._prompt is None:
             return []
         ids, keys, gate = match._prompt
-        depths, hashes = self._found(match._namespace, ids, keys, match.matched_tokens, *gate)
-        found = np.zeros(len(depths), np.int64)
-        if len(depths):
-            self._worker.run(self._entries().which, match._namespace, depths, hashes, *gate, found)
-        rising: list[int] = depths[found > 0][::-1].tolist()
-        return rising
+        candidates, hashes = self._candidates(match._namespace, ids, keys, match.matched_tokens, *gate)
+        is_there = np.zeros(len(candidates), np.int64)
+        if len(candidates):
+            self._worker.run(self._entries().which, match._namespace, candidates, hashes, *gate, is_there)
+        depths: list[int] = candidates[is_there > 0, 0][::-1].tolist()
+        return depths
 
     def _register(self, prefix: _Prefix, slot: int) -> tuple[int, int]:
         """Make a pending snapshot. Returns where it is and its birth; 0 if the match is older than the last clear()."""

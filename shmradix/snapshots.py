@@ -114,15 +114,21 @@ def is_pinned(seg, at):
 
 
 @kernel
-def find(seg, namespace, depth, low, high):
-    """The snapshot of exactly this prefix that lookups find, or would if it were not being spilled; or 0."""
+def is_of(seg, at, namespace, depth, low, high):
+    """Whether it is a snapshot of exactly this prefix that lookups find, or would if it were not being spilled."""
     record = seg.snapshots
+    if record["token_count"][at] != depth or record["prefix_hash"][at][0] != low:
+        return False
+    if record["prefix_hash"][at][1] != high or not is_current(seg, at) or not is_in(seg, at, namespace):
+        return False
+    return is_committed(seg, at) or not is_resident(seg, at)
+
+
+@kernel
+def find(seg, namespace, depth, low, high):
+    """That snapshot, or 0."""
     for at in range(1, snapshots_used(seg)):
-        if record["prefix_hash"][at][0] != low or record["prefix_hash"][at][1] != high:
-            continue
-        if record["token_count"][at] != depth or not is_current(seg, at) or not is_in(seg, at, namespace):
-            continue
-        if is_committed(seg, at) or not is_resident(seg, at):
+        if is_of(seg, at, namespace, depth, low, high):
             return at
     return 0
 

@@ -214,8 +214,8 @@ def fault_in(
             write(slot, state)
             done = cache.promote_snapshot(key, slot, match=match)
         if (
-            (state is None and cache.forget_snapshot_tier_key(key)) or done
-        ):  # forgotten first, so that nobody looks for it
+            state is None and cache.forget_snapshot_tier_key(key)
+        ) or done:  # forgotten first, so that nobody looks for it
             tier.remove(key)
     except (SlotsFull, TierError):
         return done  # an error is no evidence of absence: the key stays

@@ -81,7 +81,7 @@ class Worker:
 
     def read(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point that takes no guard."""
-        return self.locked(lambda: kernel(self._address, *args))
+        return self.locked(kernel, self._address, *args)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point, waiting for its guard as long as it takes; only within `locked`.
