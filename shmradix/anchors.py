@@ -11,10 +11,10 @@ from shmradix.hashing import mix
 from shmradix.layout import COUNTERS, PENDING
 from shmradix.snapshots import (
     count,
-    find,
     is_committed,
     is_current,
     is_in,
+    is_of,
     is_open_to,
     is_resident,
     pin,
@@ -39,18 +39,18 @@ LOOKUPS, HITS, HIT_TOKENS, ON_HIT, ON_MISS, TIER_HITS, NO_SNAPSHOT = (
         "no_snapshot",
     )
 )
-_LAST_TOKENS, _SAMPLES = 4, 16
-_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
-_HALF, _LOW = np.uint64(16), np.uint64(0xFFFF)
+_SAMPLES = 16
+_FACTORS = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xC2B2_AE3D_27D4_EB4F), np.uint64(0xFF51_AFD7_ED55_8CCD)
+_HALF, _HIGH, _LOW = np.uint64(16), np.uint64(48), np.uint64(0xFFFF)
 
 
 @kernel
 def last_tokens_check(tokens, depth):
-    """16 bits of the last few of the first `depth` tokens."""
-    x = np.uint64(depth)
-    for i in range(max(0, depth - _LAST_TOKENS), depth):
-        x = mix(x ^ np.uint64(tokens[i])) * _FACTOR
-    return np.uint32(mix(x) & _LOW)
+    """16 bits of the last two of the first `depth` tokens, and of `depth`."""
+    x = np.uint64(tokens[depth - 1]) * _FACTORS[0] + np.uint64(depth) * _FACTORS[1]
+    if depth > 1:
+        x += np.uint64(tokens[depth - 2]) * _FACTORS[2]
+    return np.uint32(x >> _HIGH)
 
 
 @kernel
@@ -58,7 +58,7 @@ def check_of(tokens, depth):
     """32 bits of some of the first `depth` tokens: the low half of the last ones, the high half of a sample of all."""
     x = np.uint64(depth)
     for i in range(_SAMPLES):
-        x = (x ^ np.uint64(tokens[(depth * i) // _SAMPLES])) * _FACTOR
+        x = (x ^ np.uint64(tokens[(depth * i) // _SAMPLES])) * _FACTORS[0]
     return np.uint32((mix(x) & _LOW) << _HALF | np.uint64(last_tokens_check(tokens, depth)))
 
 
@@ -76,8 +76,8 @@ def _seems_prefix(seg, at, namespace, tokens):
 
 @kernel
 def deepest(seg, namespace, tokens, limit, session, hermetic):
-    """The depth of the deepest snapshot within `limit` that may be a prefix's, or 0, and why there is no deeper one."""
-    record, best, reason = seg.snapshots, np.int64(0), NONE
+    """The deepest snapshot within `limit` that may be of a prefix: (its depth, 0 if none; it; why none is deeper)."""
+    record, best, found, reason = seg.snapshots, np.int64(0), 0, NONE
     for at in range(snapshots_used(seg) - 1, 0, -1):
         depth = np.int64(record["token_count"][at])
         if depth <= best or not _seems_prefix(seg, at, namespace, tokens):
@@ -89,44 +89,52 @@ def deepest(seg, namespace, tokens, limit, session, hermetic):
         elif depth > limit:
             reason = max(reason, TOO_DEEP)
         else:
-            best = depth
-    return best, reason
+            best, found = depth, at
+    return best, found, reason
 
 
 @kernel
-def depths(seg, namespace, tokens, limit, session, hermetic, out):
-    """All depths within `limit` of snapshots that may be a prefix's, in no order; how many `out` has now."""
-    record, found = seg.snapshots, 0
+def all_within(seg, namespace, tokens, limit, session, hermetic, out):
+    """All snapshots within `limit` that may be of a prefix, as (depth, snapshot) in no order; how many there are."""
+    record, count_ = seg.snapshots, 0
     for at in range(1, snapshots_used(seg)):
-        if np.int64(record["token_count"][at]) > limit or not is_committed(seg, at):
+        if np.int64(record["token_count"][at]) > limit or not is_committed(seg, at) or count_ == len(out):
             continue
-        if found < len(out) and is_open_to(seg, at, session, hermetic) and _seems_prefix(seg, at, namespace, tokens):
-            out[found] = record["token_count"][at]
-            found += 1
-    return found
+        if is_open_to(seg, at, session, hermetic) and _seems_prefix(seg, at, namespace, tokens):
+            out[count_, 0], out[count_, 1] = record["token_count"][at], at
+            count_ += 1
+    return count_
 
 
 @kernel
-def deepest_of(seg, namespace, depths, hashes):
-    """(the first of these prefixes of which there is a snapshot, that snapshot, 0 if none); under the guard."""
-    for k in range(len(depths)):
-        at = find(seg, namespace, depths[k], hashes[k, 0], hashes[k, 1])
-        if at != 0 and is_committed(seg, at):
-            return k, at
-    return 0, 0
+def is_there(seg, namespace, candidate, hash_):
+    """Whether lookups may find this snapshot, at this depth, and it is of exactly the prefix with this hash."""
+    depth, at = candidate[0], candidate[1]
+    if not 0 < at < len(seg.snapshots) or not is_of(seg, at, namespace, depth, hash_[0], hash_[1]):
+        return False
+    return is_committed(seg, at)
 
 
 @kernel
-def take(seg, namespace, depths, hashes, limit, session, hermetic, reason):
-    """Pin the first snapshot of these prefixes, deepest first, and count the lookup. Under the guard.
+def parent_of(seg, namespace, candidates, hashes):
+    """The first of the candidates that is there, or 0. Under the guard."""
+    for k in range(len(candidates)):
+        if is_there(seg, namespace, candidates[k], hashes[k]):
+            return candidates[k, 1]
+    return np.int64(0)
+
+
+@kernel
+def take(seg, namespace, candidates, hashes, limit, session, hermetic, reason):
+    """Pin the first of the candidates that is there, deepest first, and count the lookup. Under the guard.
 
     Returns (status, depth, snapshot, pin, its birth). `reason` says why there may be none; if it is negative, not
     finding any is not the last word and counts for nothing.
     """
     see(seg, session)
-    for k in range(len(depths)):
-        at = find(seg, namespace, depths[k], hashes[k, 0], hashes[k, 1])
-        if at == 0 or not is_committed(seg, at) or not is_open_to(seg, at, session, hermetic):
+    for k in range(len(candidates)):
+        depth, at = candidates[k, 0], candidates[k, 1]
+        if not is_there(seg, namespace, candidates[k], hashes[k]) or not is_open_to(seg, at, session, hermetic):
             continue
         held, born = 0, np.int64(0)
         if is_resident(seg, at) and 0 < len(seg.slots) <= seg.snapshots["slot"][at]:
@@ -135,17 +143,17 @@ def take(seg, namespace, depths, hashes, limit, session, hermetic, reason):
         if is_resident(seg, at):
             held, born = pin(seg, at)
             if held == 0:
-                return LEASES_FULL, np.int64(0), 0, 0, np.int64(0)
+                return LEASES_FULL, np.int64(0), np.int64(0), 0, np.int64(0)
         else:
             count(seg, TIER_HITS, 1)
         seg.snapshots["last_use"][at] = tick(seg)
         count(seg, LOOKUPS, 1)
         count(seg, HITS, 1)
-        count(seg, HIT_TOKENS, depths[k])
-        count(seg, ON_HIT, limit - depths[k])
-        return OK, depths[k], at, held, born
+        count(seg, HIT_TOKENS, depth)
+        count(seg, ON_HIT, limit - depth)
+        return OK, depth, at, held, born
     if reason >= 0:
         count(seg, LOOKUPS, 1)
         count(seg, ON_MISS, limit)
         count(seg, NO_SNAPSHOT + reason, 1)
-    return NOT_FOUND, np.int64(0), 0, 0, np.int64(0)
+    return NOT_FOUND, np.int64(0), np.int64(0), 0, np.int64(0)

@@ -260,6 +260,7 @@ class RadixCache(SnapshotMethods):
     ) -> None:
         """The snapshot half of a lookup; gives the lease back where it fails."""
         try:
+            self._entries()  # or say that there is no index
             gate = as_session(session), bool(hermetic)
             limit = match.matched_tokens
             if max_snapshot_tokens is not None:
@@ -275,10 +276,10 @@ class RadixCache(SnapshotMethods):
     def _cut(self, match: PrefixMatch) -> None:
         """Let the match end with the block in which its snapshot does."""
         depth = -(-(match.snapshot_tokens or match.snapshot_tier_tokens) // self.block_size)
+        if depth and depth == match._depth:
+            return
         if match._lease:
             self._worker.run(self._worker.entries.shorten, match._lease, match._born, depth)
-        if not depth:
-            match._lease = 0
         match._cut_to(depth, self.block_size)
 
     def peek_matched_tokens(

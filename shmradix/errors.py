@@ -57,6 +57,10 @@ class SlotError(ShmradixError):
     """The snapshot slot is in the index already, or not this worker's."""
 
 
+class TierError(ShmradixError, OSError):
+    """A tier could not read or write: whether it has a state is not known."""
+
+
 class LeaseError(ShmradixError):
     """The lease is not held by this worker."""
 

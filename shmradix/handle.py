@@ -25,6 +25,7 @@ class Handle:
         self.name = segment.name
         self.block_size = segment.geometry.block_size
         self.max_blocks = segment.geometry.max_blocks
+        self._hash_seed = int(segment.views.header["hash_seed"][0])
         self.incarnation = segment.incarnation
         """Differs for every segment ever created, also under one name."""
 

@@ -5,7 +5,7 @@ and the namespace, compared exactly, stand for them: a chance collision is out o
 harm none but its own tenant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
@@ -15,14 +15,17 @@ _KEYED = 0x9E37_79B9_7F4A_7C15  # turns the seed for prefixes with block keys
 
 
 def prefix_hashes(
-    seed: int, tokens: np.ndarray, block_keys: np.ndarray, block_size: int, depths: Iterable[int]
+    seed: int, tokens: np.ndarray, block_keys: np.ndarray, block_size: int, depths: Sequence[int]
 ) -> np.ndarray:
     """The hashes of the first `d` tokens for each d of `depths`, which rises: uint64[k, 2], low and high half.
 
     `tokens` uint32[n] and `block_keys` uint64[m] are C-contiguous. One pass over the tokens. Where a block that the
     prefix reaches into has a key other than 0, the hash is that of the tokens' hash and those keys, little-endian.
     """
-    given = np.flatnonzero(block_keys)
+    given = np.flatnonzero(block_keys) if len(block_keys) else block_keys
+    if not given.size and len(depths) == 1:
+        value = xxhash.xxh3_128_intdigest(tokens.data[: depths[0]], seed=seed)  # at once: twice as fast as by a stream
+        return np.array([(value & _MASK, value >> 64)], np.uint64)
     first_keyed = int(given[0]) if given.size else len(block_keys)
     data, stream, done, hashes = memoryview(tokens.data).cast("B"), xxhash.xxh3_128(seed=seed), 0, []
     for depth in depths:

@@ -133,10 +133,11 @@ class PrefixMatch:
             self._owner._release_match(self)
 
     def _cut_to(self, depth: int, block_size: int) -> None:
-        """Let the match be of `depth` blocks only."""
-        if depth < self._depth:
-            self._depth, self.matched_tokens = depth, depth * block_size
-            self.partial_block, self.partial_tokens = None, 0
+        """Let the match, whose lease was shortened, be of `depth` blocks only; at 0 the lease is gone."""
+        self._depth, self.matched_tokens = depth, depth * block_size
+        self.partial_block, self.partial_tokens = None, 0
+        if not depth:
+            self._lease = 0
 
     def __bool__(self) -> bool:
         return self.matched_tokens > 0

@@ -274,8 +274,9 @@ def _creator(name: str, path: Path, temporary: Path, mode: int, timeout: float |
         yield file.fileno()
     finally:
         if file is not None:
-            if _is_still(temporary, file.fileno()):
-                os.unlink(temporary)
+            with contextlib.suppress(OSError):  # else the next to look for the name sweeps it
+                if _is_still(temporary, file.fileno()):
+                    os.unlink(temporary)
             file.close()
 
 

@@ -1,12 +1,14 @@
 """The named semaphores of a segment, one for each guard: made and removed here, slept on in `parking.py`."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
 import posix_ipc
 
 from shmradix import layout
+from shmradix.errors import AccessDenied
 
 SHM = Path("/dev/shm")
 PREFIX = "shmradix."
@@ -20,11 +22,16 @@ def name_of(name: str, incarnation: int, guard: str) -> str:
 def make(semaphore: str, mode: int) -> None:
     """Make the semaphore if it is not there, at 0 tokens, with the mode of its segment whatever the umask."""
     try:
-        posix_ipc.Semaphore(semaphore).close()  # without O_CREAT: fs.protected_regular refuses it for another's file
-    except posix_ipc.ExistentialError:
-        posix_ipc.Semaphore(semaphore, posix_ipc.O_CREAT, mode, 0).close()
-        with contextlib.suppress(OSError):
-            os.chmod(_path_of(semaphore), mode)
+        try:
+            posix_ipc.Semaphore(semaphore).close()  # without O_CREAT: fs.protected_regular refuses it for another's
+        except posix_ipc.ExistentialError:
+            posix_ipc.Semaphore(semaphore, posix_ipc.O_CREAT, mode, 0).close()
+            with contextlib.suppress(OSError):
+                os.chmod(_path_of(semaphore), mode)
+    except posix_ipc.PermissionsError:
+        raise AccessDenied(f"semaphore {_path_of(semaphore)} can't be opened by user {os.geteuid()}") from None
+    except posix_ipc.Error as error:  # its own errors are no OSError; not FileExistsError, which is the segment's
+        raise OSError(errno.EIO, str(error), str(_path_of(semaphore))) from None
 
 
 def _path_of(semaphore: str) -> Path:

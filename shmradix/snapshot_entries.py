@@ -18,7 +18,7 @@ from shmradix.views import FAULT
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
-_depths = Array(int64, 1, "C")
+_candidates = Array(int64, 2, "C")
 _hashes = Array(uint64, 2, "C")
 _slots = Array(uint32, 1, "C")
 _counts = Array(int64, 1, "C")
@@ -36,43 +36,41 @@ def _end(seg, status):
     return np.int64(status), (1 + SNAPSHOTS) * np.int64(guard.release(seg, SNAPSHOTS))
 
 
-@entry(UniTuple(int64, 2)(int64, _keys, _ids, int64, uint64, int64))
+@entry(UniTuple(int64, 3)(int64, _keys, _ids, int64, uint64, int64))
 def deepest(handle, namespace, tokens, limit, session, hermetic):
-    """(depth, reason), without the guard; see anchors.deepest."""
-    depth, reason = anchors.deepest(open_index(handle), namespace, tokens, limit, session, hermetic)
-    return depth, np.int64(reason)
+    """(depth, snapshot, reason), without the guard; see anchors.deepest."""
+    depth, at, reason = anchors.deepest(open_index(handle), namespace, tokens, limit, session, hermetic)
+    return depth, np.int64(at), np.int64(reason)
 
 
-@entry(int64(int64, _keys, _ids, int64, uint64, int64, _depths))
-def depths(handle, namespace, tokens, limit, session, hermetic, out):
-    """How many depths are in `out` now, without the guard; see anchors.depths."""
-    return anchors.depths(open_index(handle), namespace, tokens, limit, session, hermetic, out)
+@entry(int64(int64, _keys, _ids, int64, uint64, int64, _candidates))
+def all_within(handle, namespace, tokens, limit, session, hermetic, out):
+    """How many rows of `out` are filled, without the guard; see anchors.all_within."""
+    return anchors.all_within(open_index(handle), namespace, tokens, limit, session, hermetic, out)
 
 
-@entry(UniTuple(int64, 9)(int64, int64, int64, _keys, _depths, _hashes, int64, uint64, int64, int64))
-def take(handle, tag, now, namespace, depths, hashes, limit, session, hermetic, reason):
-    """(status, wake, depth, slot, tier key, flags, born, pin, its birth); see anchors.take."""
+@entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _candidates, _hashes, int64, uint64, int64, int64))
+def take(handle, tag, now, namespace, candidates, hashes, limit, session, hermetic, reason):
+    """(status, wake, depth, slot, tier key, flags, pin, its birth); see anchors.take."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
-        return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0, 0, 0
-    status, depth, at, pin, born = anchors.take(seg, namespace, depths, hashes, limit, session, hermetic, reason)
+        return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0, 0
+    status, depth, at, pin, born = anchors.take(seg, namespace, candidates, hashes, limit, session, hermetic, reason)
     record = seg.snapshots
     slot, key, flags = np.int64(record["slot"][at]), np.int64(record["tier_key"][at]), np.int64(record["flags"][at])
-    snapshot_born = record["born"][at]
     status, wake = _end(seg, status)
-    return status, wake, depth, slot, key, flags, snapshot_born, pin, born
+    return status, wake, depth, slot, key, flags, np.int64(pin), born
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _depths, _hashes, uint64, int64, _counts))
-def which(handle, tag, now, namespace, depths, hashes, session, hermetic, out):
-    """(status, wake): set out[k] to 1 where there is a snapshot of the k-th prefix that the session may use."""
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _candidates, _hashes, uint64, int64, _counts))
+def which(handle, tag, now, namespace, candidates, hashes, session, hermetic, out):
+    """(status, wake): set out[k] to 1 where the k-th candidate is there, and the session may resume from it."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0
-    for k in range(len(depths)):
-        at = snapshots.find(seg, namespace, depths[k], hashes[k, 0], hashes[k, 1])
-        is_usable = at != 0 and snapshots.is_committed(seg, at) and snapshots.is_open_to(seg, at, session, hermetic)
-        out[k] = np.int64(is_usable)
+    for k in range(len(candidates)):
+        is_there = anchors.is_there(seg, namespace, candidates[k], hashes[k])
+        out[k] = np.int64(is_there and snapshots.is_open_to(seg, candidates[k, 1], session, hermetic))
     return _end(seg, OK)
 
 
@@ -86,22 +84,21 @@ def unpin(handle, tag, now, pin, born):
 
 
 @kernel
-def _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts):
+def _commit(seg, at, namespace, parents, parent_hashes, out, counts):
     status = snapshots.commit(seg, at, namespace, out, counts)
     if status == OK and seg.retention != 0:
-        _, parent = anchors.deepest_of(seg, namespace, parent_depths, parent_hashes)
-        retention.adopt(seg, at, parent)
+        retention.adopt(seg, at, anchors.parent_of(seg, namespace, parents, parent_hashes))
     return status
 
 
 @entry(
     UniTuple(int64, 4)(
-        int64, int64, int64, _keys, _ids, _hashes, uint32, uint64, int64, int64, int64, _depths, _hashes, _slots,
+        int64, int64, int64, _keys, _ids, _hashes, uint32, uint64, int64, int64, int64, _candidates, _hashes, _slots,
         _counts,
     )
 )  # fmt: skip
 def save(
-    handle, tag, now, namespace, tokens, hash_, slot, session, kind, epoch, pending, parent_depths, parent_hashes, out,
+    handle, tag, now, namespace, tokens, hash_, slot, session, kind, epoch, pending, parents, parent_hashes, out,
     counts,
 ):  # fmt: skip
     """(status, wake, snapshot, its birth): register a snapshot of all `tokens`, and commit it unless `pending`."""
@@ -114,20 +111,20 @@ def save(
     )
     born = seg.snapshots["born"][at]
     if status == OK and not pending:
-        status = _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts)
+        status = _commit(seg, at, namespace, parents, parent_hashes, out, counts)
     status, wake = _end(seg, status)
     return status, wake, np.int64(at), born
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, int64, int64, _depths, _hashes, _slots, _counts))
-def commit(handle, tag, now, namespace, at, born, parent_depths, parent_hashes, out, counts):
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, int64, int64, _candidates, _hashes, _slots, _counts))
+def commit(handle, tag, now, namespace, at, born, parents, parent_hashes, out, counts):
     """(status, wake): commit the pending snapshot born then; see snapshots.commit."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0
     status = NOT_HELD
     if snapshots.is_pending_of_mine(seg, at, born):
-        status = _commit(seg, at, namespace, parent_depths, parent_hashes, out, counts)
+        status = _commit(seg, at, namespace, parents, parent_hashes, out, counts)
     return _end(seg, status)
 
 
@@ -197,13 +194,18 @@ def commit_spill(handle, tag, now, key):
     return _end(seg, snapshots.commit_spill(seg, key))
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, uint64, uint32))
-def promote(handle, tag, now, key, slot):
-    """(status, wake); see snapshots.promote."""
+@entry(UniTuple(int64, 4)(int64, int64, int64, uint64, uint32, int64))
+def promote(handle, tag, now, key, slot, pinned):
+    """(status, wake, pin, its birth): see snapshots.promote; and pin the snapshot, if `pinned`."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
-        return BUSY_SNAPSHOTS, 0
-    return _end(seg, snapshots.promote(seg, key, slot))
+        return BUSY_SNAPSHOTS, 0, 0, 0
+    held, born = 0, np.int64(0)
+    status, at = snapshots.promote(seg, key, slot)
+    if status == OK and pinned:
+        held, born = snapshots.pin(seg, at)
+    status, wake = _end(seg, status)
+    return status, wake, np.int64(held), born
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, uint64))
@@ -215,9 +217,9 @@ def forget(handle, tag, now, key):
     return _end(seg, snapshots.forget(seg, key))
 
 
-@entry(UniTuple(int64, 3)(int64, int64, int64, _marks, _sessions, int64))
-def allocate(handle, tag, now, marks, sessions, finish):
-    """(status, wake, slot): a free slot, else that of the snapshot that goes first, for this worker.
+@entry(UniTuple(int64, 3)(int64, int64, int64, _marks, _sessions, int64, int64))
+def allocate(handle, tag, now, marks, sessions, evict, finish):
+    """(status, wake, slot): a free slot for this worker, else, to `evict`, that of the snapshot that goes first.
 
     For a `finish` leaf no snapshot goes that the chain policy keeps.
     """
@@ -225,7 +227,9 @@ def allocate(handle, tag, now, marks, sessions, finish):
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0
     slot = snapshots.free_slot(seg, marks)
-    if slot < 0:
+    if slot >= 0:
+        snapshots.own(seg, slot)
+    elif evict:
         at, its_class = retention.victim(seg, marks, sessions)
         if at != 0 and not (finish and its_class == FRONTIER):
             slot = np.int64(seg.snapshots["slot"][at])
@@ -235,8 +239,6 @@ def allocate(handle, tag, now, marks, sessions, finish):
             if its_class != HIDDEN_CLASS:
                 seg.state["evictions"][0] += 1
                 snapshots.count(seg, snapshots.EVICTIONS, 1)
-    else:
-        snapshots.own(seg, slot)
     status, wake = _end(seg, OK if slot >= 0 else SLOTS_FULL)
     return status, wake, slot
 

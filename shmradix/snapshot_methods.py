@@ -20,7 +20,7 @@ KINDS = {"plain": 0, "tail": TAIL, "sibling": SIBLING, "finish": LEAF}
 REASONS = ("none", "too deep", "another session", "pending")
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _MAX_DISPLACED = 64  # slots that one insert hands back at most; there are three where all is well
-_NO_DEPTHS, _NO_HASHES = np.empty(0, np.int64), np.empty((0, 2), np.uint64)
+_NO_CANDIDATES = np.empty((0, 2), np.int64), np.empty((0, 2), np.uint64)
 
 
 class _Prefix(NamedTuple):
@@ -29,7 +29,7 @@ class _Prefix(NamedTuple):
     namespace: np.ndarray
     ids: np.ndarray
     hash: np.ndarray  # uint64[1, 2]
-    parents: tuple[np.ndarray, np.ndarray]  # depths and hashes of its prefixes that may have snapshots, deepest first
+    parents: tuple[np.ndarray, np.ndarray]  # snapshots that may be of its prefixes, see _candidates
     session: int
     kind: int
     epoch: int
@@ -135,23 +135,23 @@ class SnapshotMethods(Handle):
 
     # --- slots --------------------------------------------------------------------------------------------
 
-    def allocate_snapshot_slot(self, *, finish: bool = False) -> int:
-        """A slot to save a state in, the caller's until it is freed or in the index; evicts a snapshot if it must.
+    def allocate_snapshot_slot(self, *, evict: bool = True, finish: bool = False) -> int:
+        """A slot to save a state in, the caller's until it is freed or in the index; may `evict` a snapshot for it.
 
         Needs `snapshot_slots` at creation. For a `finish` snapshot none goes that the chain policy wants to keep.
         Raises SlotsFull where all slots are some worker's own, or pinned by matches.
         """
         self._need_slots()
         marks, sessions = self._scratch_arrays()
-        entries = self._entries()
-        answer = self._worker.run(entries.allocate, marks, sessions, int(finish))
+        entry, how = self._entries().allocate, (int(evict), int(finish))
+        answer = self._worker.run(entry, marks, sessions, *how)
         if answer[0] == SLOTS_FULL and self._worker.reap():
-            answer = self._worker.run(entries.allocate, marks, sessions, int(finish))
+            answer = self._worker.run(entry, marks, sessions, *how)
         if answer[0]:
             slots = self._segment.geometry.snapshot_slots
             raise SlotsFull(
-                f"cache {self.name!r}: all snapshot_slots={slots} are workers' own, pinned by matches"
-                f"{' or kept from a finish snapshot' if finish else ''}: free or release some, or create it with more"
+                f"cache {self.name!r}: all snapshot_slots={slots} are in use, and no snapshot may go for this: "
+                "free or release some, or create the cache with more"
             )
         return int(answer[2])
 
@@ -187,15 +187,32 @@ class SnapshotMethods(Handle):
         """Let lookups find a pending spill. False where it was superseded: the caller removes its bytes."""
         return not self._worker.run(self._entries().commit_spill, as_count("key", key, _U64))[0]
 
-    def promote_snapshot(self, key: int, slot: int) -> bool:
+    def promote_snapshot(self, key: int, slot: int, *, match: PrefixMatch | None = None) -> bool:
         """Say that the spilled snapshot's bytes are in `slot` again. False where it is gone: the slot is the caller's.
 
-        Raises SlotError where the slot is in the index, or not this worker's.
+        With the `match` that named the key, the slot is pinned by it from then on, and is its `snapshot_slot`.
+        Raises SlotError where the slot is in the index, or not this worker's, and LeaseError for a released match.
         """
-        answer = self._worker.run(self._entries().promote, as_count("key", key, _U64), as_count("slot", slot, _U32))
-        if answer[0] == SLOT_NOT_HELD:
+        key, slot = as_count("key", key, _U64), as_count("slot", slot, _U32)
+        if match is not None:
+            self._namespace_of(match, match._namespace)
+            if match.snapshot_tier_key != key:
+                raise ValueError(f"key={key} is not that of match={match!r}, which is {match.snapshot_tier_key}")
+        status = self._worker.locked(self._promote, key, slot, match)
+        if status == SLOT_NOT_HELD:
             raise self._slot_error(slot)
-        return not answer[0]
+        return not status
+
+    def _promote(self, key: int, slot: int, match: PrefixMatch | None) -> int:
+        """Promote and let the match have the pin, with no other thread's release of it in between."""
+        if match is not None and match.released:
+            raise LeaseError(f"match={match!r} was released: look the prompt up again")
+        entry = self._entries().promote
+        status, _, pin, born = self._worker.call(entry, key, slot, int(match is not None))
+        if match is not None and not status:
+            old = match._anchor
+            match._anchor = Anchor(slot=slot, tokens=old.tier_tokens, is_tail=old.is_tail, pin=pin, born=born)
+        return status
 
     def forget_snapshot_tier_key(self, key: int) -> bool:
         """Take out the spilled snapshot with this key, whose bytes are gone. False where there is none any more."""
@@ -266,24 +283,24 @@ class SnapshotMethods(Handle):
         namespace = self._namespace(adapter_id, salt)
         if match is not None:
             namespace = self._namespace_of(match, namespace)
-        parents = _NO_DEPTHS, _NO_HASHES
+        parents = _NO_CANDIDATES
         if self._segment.geometry.retention:
-            parents = self._found(namespace, ids, keys, len(ids) - 1, session, False)
+            parents = self._candidates(namespace, ids, keys, len(ids) - 1, session, False)
         own = self._hashes(ids, keys, [len(ids)])
         return _Prefix(namespace, ids, own, parents, session, KINDS[kind], -1 if match is None else match._epoch)
 
-    def _hashes(self, ids: np.ndarray, keys: np.ndarray, depths: Any) -> np.ndarray:
-        seed = int(self._segment.views.header["hash_seed"][0])
-        return prefix_hashes(seed, ids, keys, self.block_size, depths)
+    def _hashes(self, ids: np.ndarray, keys: np.ndarray, depths: list[int]) -> np.ndarray:
+        return prefix_hashes(self._hash_seed, ids, keys, self.block_size, depths)
 
-    def _found(
+    def _candidates(
         self, namespace: np.ndarray, ids: np.ndarray, keys: np.ndarray, limit: int, session: int, hermetic: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Depths within `limit` of snapshots that may be of prefixes of `ids`, deepest first, and the hashes there."""
-        out = np.empty(self._segment.geometry.max_snapshots, np.int64)
-        count = self._worker.read(self._entries().depths, namespace, ids, limit, session, hermetic, out)
-        rising = np.unique(out[:count])
-        hashes = self._hashes(ids, keys, rising.tolist())
+        """Snapshots within `limit` that may be of prefixes of `ids`, deepest first: int64[k, 2], their depths and where
+        they are; and the hashes of the prefixes of those depths."""
+        out = np.empty((self._segment.geometry.max_snapshots, 2), np.int64)
+        count = self._worker.read(self._entries().all_within, namespace, ids, limit, session, hermetic, out)
+        rising = out[:count][np.argsort(out[:count, 0])]
+        hashes = self._hashes(ids, keys, rising[:, 0].tolist())
         return np.ascontiguousarray(rising[::-1]), np.ascontiguousarray(hashes[::-1])
 
     def _resume(
@@ -292,14 +309,14 @@ class SnapshotMethods(Handle):
         """Find and pin the deepest snapshot within `limit` tokens, for the match."""
         entries, namespace = self._entries(), match._namespace
         match._prompt = ids, keys, gate
-        depth, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
+        depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
         if depth:
-            depths, hashes = np.array([depth], np.int64), self._hashes(ids, keys, [depth])
-            answer = self._worker.run(entries.take, namespace, depths, hashes, limit, *gate, -1)
+            found = np.array([(depth, at)], np.int64), self._hashes(ids, keys, [depth])
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, -1)
         if answer[0] == NOT_FOUND:  # most often there is nothing; else it was another prompt's, or went meanwhile
-            depths, hashes = self._found(namespace, ids, keys, depth, *gate) if depth else (_NO_DEPTHS, _NO_HASHES)
-            answer = self._worker.run(entries.take, namespace, depths, hashes, limit, *gate, reason)
+            found = self._candidates(namespace, ids, keys, depth, *gate) if depth else _NO_CANDIDATES
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
         if answer[0] == LEASES_FULL:
             raise LeasesFull(
                 f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} pins are in use: "
@@ -308,24 +325,24 @@ class SnapshotMethods(Handle):
         if answer[0] == NOT_FOUND:
             match._anchor = Anchor(reason=REASONS[reason])
             return
-        _, _, depth, slot, key, flags, _, pin, born = answer
+        _, _, depth, slot, key, flags, pin, born = answer
         is_tail = bool(flags & TAIL)
         if key:
-            match._anchor = Anchor(tier_key=key & _U64, tier_tokens=depth, is_tail=is_tail)
+            match._anchor = Anchor(None, 0, key & _U64, depth, is_tail)
         else:
-            match._anchor = Anchor(slot=slot, tokens=depth, is_tail=is_tail, pin=pin, born=born)
+            match._anchor = Anchor(slot, depth, None, 0, is_tail, "", pin, born)
 
     def _restorable(self, match: PrefixMatch) -> list[int]:
         """The depths, rising, at which the match's prompt could resume now."""
         if match._prompt is None:
             return []
         ids, keys, gate = match._prompt
-        depths, hashes = self._found(match._namespace, ids, keys, match.matched_tokens, *gate)
-        found = np.zeros(len(depths), np.int64)
-        if len(depths):
-            self._worker.run(self._entries().which, match._namespace, depths, hashes, *gate, found)
-        rising: list[int] = depths[found > 0][::-1].tolist()
-        return rising
+        candidates, hashes = self._candidates(match._namespace, ids, keys, match.matched_tokens, *gate)
+        is_there = np.zeros(len(candidates), np.int64)
+        if len(candidates):
+            self._worker.run(self._entries().which, match._namespace, candidates, hashes, *gate, is_there)
+        depths: list[int] = candidates[is_there > 0, 0][::-1].tolist()
+        return depths
 
     def _register(self, prefix: _Prefix, slot: int) -> tuple[int, int]:
         """Make a pending snapshot. Returns where it is and its birth; 0 if the match is older than the last clear()."""

@@ -124,15 +124,21 @@ def is_pinned(seg, at):
 
 
 @kernel
-def find(seg, namespace, depth, low, high):
-    """The snapshot of exactly this prefix that lookups find, or would if it were not being spilled; or 0."""
+def is_of(seg, at, namespace, depth, low, high):
+    """Whether it is a snapshot of exactly this prefix that lookups find, or would if it were not being spilled."""
     record = seg.snapshots
+    if record["token_count"][at] != depth or record["prefix_hash"][at][0] != low:
+        return False
+    if record["prefix_hash"][at][1] != high or not is_current(seg, at) or not is_in(seg, at, namespace):
+        return False
+    return is_committed(seg, at) or not is_resident(seg, at)
+
+
+@kernel
+def find(seg, namespace, depth, low, high):
+    """That snapshot, or 0."""
     for at in range(1, snapshots_used(seg)):
-        if record["prefix_hash"][at][0] != low or record["prefix_hash"][at][1] != high:
-            continue
-        if record["token_count"][at] != depth or not is_current(seg, at) or not is_in(seg, at, namespace):
-            continue
-        if is_committed(seg, at) or not is_resident(seg, at):
+        if is_of(seg, at, namespace, depth, low, high):
             return at
     return 0
 
@@ -480,17 +486,17 @@ def commit_spill(seg, key):
 
 @kernel
 def promote(seg, key, slot):
-    """The spilled snapshot is resident again, in this slot."""
+    """The spilled snapshot is resident again, in this slot. Returns (status, where it is)."""
     at = find_tiered(seg, key)
     if at == 0 or seg.snapshots["flags"][at] & PENDING:
-        return NOT_FOUND
+        return NOT_FOUND, 0
     if not may_use(seg, slot):
-        return SLOT_NOT_HELD
+        return SLOT_NOT_HELD, 0
     seg.snapshots["slot"][at] = slot
     disown(seg, slot)
     store_release(seg.snapshot_words, at * SNAPSHOT_WORDS + _TIER_KEY, 0)
     count(seg, FAULT_INS, 1)
-    return OK
+    return OK, at
 
 
 @kernel

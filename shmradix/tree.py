@@ -234,7 +234,7 @@ def shorten(seg, lease, depth):
     if depth > 0:
         move_lease(seg, lease, node, depth, False)
     else:
-        count(seg, HITS, -1)
+        count(seg, HITS, -np.int64(before > 0))
         drop_lease(seg, lease)
 
 

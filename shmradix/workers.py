@@ -81,7 +81,7 @@ class Worker:
 
     def read(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point that takes no guard."""
-        return self.locked(lambda: kernel(self._address, *args))
+        return self.locked(kernel, self._address, *args)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point, waiting for its guard as long as it takes; only within `locked`.
@@ -289,13 +289,20 @@ class Worker:
 def _parking(segment: Segment, guard: str) -> Parking:
     semaphore = semaphores.name_of(segment.name, segment.incarnation, guard)
     semaphores.make(semaphore, segment.mode)
+    parking = None
     try:
-        return Parking(semaphore)
+        parking = Parking(semaphore)
     except FileNotFoundError:
         raise SegmentNotFound(f"segment {segment.name!r} was unlinked while it was being attached") from None
     finally:
-        if not segment.has_its_name():  # unlinked meanwhile: we may have made anew what was removed with it
-            semaphores.remove(segment.name, segment.incarnation)
+        try:
+            if not segment.has_its_name():  # unlinked meanwhile: we may have made anew what was removed with it
+                semaphores.remove(segment.name, segment.incarnation)
+        except BaseException:
+            if parking is not None:
+                parking.close()
+            raise
+    return parking
 
 
 def _start_time(pid: int) -> int:
