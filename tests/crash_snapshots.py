@@ -54,6 +54,7 @@ class Shape(NamedTuple):
     pending: list[PendingSnapshot]
     pins: list[tuple[int, int]]  # and their births
     keys: list[int]  # of all that is in a tier
+    depths: list[tuple[int, int]]  # of each live snapshot, and where it is
 
 
 class Operation(NamedTuple):
@@ -146,7 +147,9 @@ class Builder:
             match.released = True  # the next shape starts from a blank segment
         for pending in self.pending:
             pending.done = True
-        return Shape(name, image, slots, self.pending, pins, self.keys)
+        record = cache._segment.views.snapshots
+        depths = [(int(record["token_count"][at]), at) for at in np.flatnonzero(record["born"]).tolist()]
+        return Shape(name, image, slots, self.pending, pins, self.keys, depths)
 
 
 def _empty(to: Builder) -> None:
@@ -232,10 +235,13 @@ SHAPES: dict[str, Callable[[Builder], None]] = {
 # --- operations ---------------------------------------------------------------------------------------------------
 
 
-def _hashes(tokens: list[int], depths: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Depths and hashes there, deepest first."""
-    hashes = prefix_hashes(SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], depths)
-    return np.array(depths[::-1], np.int64), np.ascontiguousarray(hashes[::-1])
+def _candidates(shape: Shape, tokens: list[int], limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """All snapshots of so many tokens at most, of these or of others, deepest first, and the tokens' hashes there."""
+    found = sorted((depth, at) for depth, at in shape.depths if depth <= limit)
+    hashes = prefix_hashes(
+        SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], [depth for depth, _ in found]
+    )
+    return np.array(found[::-1], np.int64).reshape(-1, 2), np.ascontiguousarray(hashes[::-1])
 
 
 def _scratch() -> tuple[np.ndarray, np.ndarray]:
@@ -266,30 +272,31 @@ def _marked(name: str, entry: str, *arguments: Any, size: int | None = 1) -> Ope
     return Operation(name, call)
 
 
-def _reads() -> Iterator[Operation]:
+def _reads(shape: Shape) -> Iterator[Operation]:
     tokens, namespace = np.array(PROMPT, np.uint32), as_namespace(0, None)
 
     def deepest(entries: Any, handle: int) -> Any:
         return entries.deepest(handle, namespace, tokens, 9, np.uint64(1), 0)
 
-    def depths(entries: Any, handle: int) -> Any:
-        out = np.zeros(8, np.int64)
-        return entries.depths(handle, namespace, tokens, 12, np.uint64(1), 0, out), out
+    def all_within(entries: Any, handle: int) -> Any:
+        out = np.zeros((8, 2), np.int64)
+        return entries.all_within(handle, namespace, tokens, 12, np.uint64(1), 0, out), out
 
     def totals(entries: Any, handle: int) -> Any:
         return entries.totals(handle, TAG, NOW, _scratch()[0])
 
     yield Operation("deepest", deepest)
-    yield Operation("depths", depths)
+    yield Operation("all within", all_within)
     yield Operation("totals", totals)
 
 
-def _take(name: str, tokens: list[int], session: int, hermetic: int, reason: int) -> Operation:
-    where = as_namespace(0, None), *_hashes(tokens, list(range(1, len(tokens) + 1)))
+def _take(shape: Shape, name: str, tokens: list[int], session: int, hermetic: int, reason: int) -> Operation:
+    where = as_namespace(0, None), *_candidates(shape, tokens, len(tokens))
     return _call(f"take {name}", "take", *where, 12, np.uint64(session), hermetic, reason)
 
 
 def _save(
+    shape: Shape,
     name: str,
     tokens: list[int],
     slot: int,
@@ -299,43 +306,47 @@ def _save(
     pending: int = 0,
     salt: bytes | None = None,
 ) -> Operation:
-    where = as_namespace(0, salt), np.array(tokens, np.uint32), _hashes(tokens, [len(tokens)])[1]
+    where = (
+        as_namespace(0, salt),
+        np.array(tokens, np.uint32),
+        prefix_hashes(SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], [len(tokens)]),
+    )
     what = np.uint32(slot), np.uint64(session), kind, epoch, pending
-    parents = _hashes(tokens, list(range(1, len(tokens))))
+    parents = _candidates(shape, tokens, len(tokens) - 1)
     return _call(f"save {name}", "save", *where, *what, *parents, outputs=_out)
 
 
 def operations(shape: Shape) -> Iterator[Operation]:
     """All operations on the shape, with the arguments that make a difference."""
-    yield from _reads()
+    yield from _reads(shape)
     for session, hermetic in ((0, 0), (1, 0), (2, 1)):
-        yield _take(f"of session {session}", PROMPT, session, hermetic, 0)
-    yield _take("of nothing", FRESH, 3, 0, 2)
-    yield _take("of nothing, not the last word", FRESH, 1, 0, -1)
-    depths = _hashes(PROMPT, list(range(1, 13)))
+        yield _take(shape, f"of session {session}", PROMPT, session, hermetic, 0)
+    yield _take(shape, "of nothing", FRESH, 3, 0, 2)
+    yield _take(shape, "of nothing, not the last word", FRESH, 1, 0, -1)
+    candidates = _candidates(shape, PROMPT, 12)
     yield _call(
-        "which", "which", as_namespace(0, None), *depths, np.uint64(1), 0, outputs=lambda: (np.zeros(12, np.int64),)
+        "which", "which", as_namespace(0, None), *candidates, np.uint64(1), 0, outputs=lambda: (np.zeros(12, np.int64),)
     )
     for pin in shape.pins:
         yield _call("unpin", "unpin", *pin)
     yield _call("unpin nothing", "unpin", 1, 1 << 40)
     for slot in shape.slots[:1]:
-        yield _save("new", FRESH, slot)
-        yield _save("of a tenant", PROMPT[:8], slot, salt=TENANT)
-        yield _save("again", PROMPT[:6], slot)
-        yield _save("deepest", PROMPT, slot, LEAF)
-        yield _save("a tail", PROMPT, slot, TAIL, 1)
-        yield _save("the tail again", PROMPT[:9], slot, TAIL, 1)
-        yield _save("a sibling", PROMPT[:7], slot, SIBLING, 1)
-        yield _save("pending", OTHER, slot, TAIL, 1, pending=1)
-        yield _save("of a stale match", FRESH, slot, epoch=7)
+        yield _save(shape, "new", FRESH, slot)
+        yield _save(shape, "of a tenant", PROMPT[:8], slot, salt=TENANT)
+        yield _save(shape, "again", PROMPT[:6], slot)
+        yield _save(shape, "deepest", PROMPT, slot, LEAF)
+        yield _save(shape, "a tail", PROMPT, slot, TAIL, 1)
+        yield _save(shape, "the tail again", PROMPT[:9], slot, TAIL, 1)
+        yield _save(shape, "a sibling", PROMPT[:7], slot, SIBLING, 1)
+        yield _save(shape, "pending", OTHER, slot, TAIL, 1, pending=1)
+        yield _save(shape, "of a stale match", FRESH, slot, epoch=7)
         yield _call("free", "free", np.uint32(slot))
         for number, key in enumerate(shape.keys):
-            yield _call(f"promote {number}", "promote", np.uint64(key), np.uint32(slot))
-    yield _save("in a slot that is none", FRESH, 6 if shape.keys else 1 << 20)
+            yield _call(f"promote {number}", "promote", np.uint64(key), np.uint32(slot), number % 2)
+    yield _save(shape, "in a slot that is none", FRESH, 6 if shape.keys else 1 << 20)
     for pending in shape.pending:
         tokens = pending._prefix.ids.tolist()
-        parents = _hashes(tokens, list(range(1, len(tokens))))
+        parents = _candidates(shape, tokens, len(tokens) - 1)
         held = pending._at, pending._born
         yield _call("commit", "commit", pending._prefix.namespace, *held, *parents, outputs=_out)
         yield _call("abort", "abort", *held)
@@ -345,8 +356,9 @@ def operations(shape: Shape) -> Iterator[Operation]:
     for number, key in enumerate(shape.keys):
         yield _call(f"commit spill {number}", "commit_spill", np.uint64(key))
         yield _call(f"forget {number}", "forget", np.uint64(key))
-    yield _marked("allocate", "allocate", 0, size=None)
-    yield _marked("allocate to finish", "allocate", 1, size=None)
+    yield _marked("allocate", "allocate", 1, 0, size=None)
+    yield _marked("allocate, evict nothing", "allocate", 0, 0, size=None)
+    yield _marked("allocate to finish", "allocate", 1, 1, size=None)
     yield _call("free another's", "free", np.uint32(0))
     yield _call("drop hidden", "drop_hidden", outputs=lambda: (_scratch()[0], *_out(SIZES["max_snapshots"])))
     yield _call("bury the dead", "bury", DEAD, 1)

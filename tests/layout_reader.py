@@ -369,12 +369,11 @@ class Reader:
         return low, high
 
     def check(self, tokens: Sequence[int], depth: int) -> int:
-        x = y = depth
-        for token in tokens[max(0, depth - 4) : depth]:
-            x = mix(x ^ token) * GOLDEN & U64
+        before = tokens[depth - 2] if depth > 1 else 0
+        x, y = tokens[depth - 1] * GOLDEN + depth * KEY + before * 0xFF51AFD7ED558CCD & U64, depth
         for i in range(16):
             y = (y ^ tokens[depth * i // 16]) * GOLDEN & U64
-        return mix(y) % 2**16 * 2**16 + mix(x) % 2**16
+        return mix(y) % 2**16 * 2**16 + (x >> 48)
 
     # free lists, hashes
 
