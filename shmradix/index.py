@@ -48,15 +48,20 @@ def key_of(block_keys, i):
 
 @kernel
 def root_above(seg, node, depth, tokens, block_keys):
-    """Climb from `node`, `depth` blocks deep, comparing with `tokens`. Returns the root, 0 where they differ."""
+    """Climb from `node`, `depth` blocks deep, comparing with `tokens`. Returns the root, 0 where they differ.
+
+    0 also where something on the way is dead, as only damage can make it.
+    """
     while depth > 0:
         depth -= 1
-        if node < seg.first_block_node or seg.nodes["block_key"][node] != key_of(block_keys, depth):
+        if node < seg.first_block_node or seg.nodes["born"][node] == 0:
+            return np.uint32(0)
+        if seg.nodes["block_key"][node] != key_of(block_keys, depth):
             return np.uint32(0)
         if not same_tokens(seg, node, tokens, depth * seg.block_size):
             return np.uint32(0)
         node = node_at(seg, seg.nodes["parent"][node])
-    if node >= seg.first_block_node:
+    if node >= seg.first_block_node or seg.nodes["born"][node] == 0:
         return np.uint32(0)
     return node
 

@@ -40,13 +40,14 @@ class Base(NamedTuple):
     slots: list[int]  # that workers have
 
 
+SESSION = 77
 A, B, C = list(range(64)), list(range(100, 124)), [7] * 20
 
 
 class Maker:
     """Two workers at work on a new cache."""
 
-    def __init__(self, name: str, **sizes: int) -> None:
+    def __init__(self, name: str, **sizes: Any) -> None:
         plan = {"block_size": 4, "max_blocks": 24, "max_leases": 6, "max_workers": 3, "max_namespaces": 3, **sizes}
         self.one = RadixCache.create(name, **plan)
         self.two = RadixCache.attach(self.one.name)
@@ -128,9 +129,42 @@ def _odd(m: Maker) -> None:
     m.prompts += [Prompt(A[:8], block_keys=[1, 2]), Prompt(A[:9])]
 
 
-SHAPES: list[tuple[Callable[[Maker], None], dict[str, int]]] = [
+def _states(m: Maker) -> None:
+    """Snapshots of every kind: the two workers' own, pending, pinned, displaced, spilled."""
+    one, two, is_managed = m.one, m.two, m.one._segment.geometry.snapshot_slots
+    for tokens, keep in ((A[:24], False), ([*A[:8], *B[:8]], True)):
+        m.store(tokens, keep)
+
+    def slot(cache: RadixCache) -> int:
+        return cache.allocate_snapshot_slot() if is_managed else next(m.blocks)
+
+    def save(tokens: list[int], kind: str = "plain", cache: RadixCache = one) -> None:
+        for back in cache.reserve_snapshot(tokens, slot(cache), kind=kind, session=SESSION).commit():
+            cache.free_snapshot_slot(back) if is_managed else None
+
+    for tokens in (A[:2], A[:6], A[:10]):
+        save(tokens)
+    for cache, is_pending in ((one, False), (two, True)):
+        spilled: Any = cache.evict_snapshot_to_tier(pending=is_pending)
+        cache.free_snapshot_slot(spilled.slot) if is_managed else None
+    save(A[:18], "tail")
+    save(A[:12], "sibling", two)
+    one.lookup(A[:24], session=SESSION), two.lookup(A[:14])
+    save(A[:12])  # displaces the pinned sibling
+    two.reserve_snapshot([*A[:8], *B[:4]], slot(two), kind="finish")
+    slot(two)
+    m.prompts += [Prompt(A[:20]), Prompt([*A[:8], *B[:6]])]
+
+
+def _pools(m: Maker) -> None:
+    _states(m)
+
+
+SHAPES: list[tuple[Callable[[Maker], None], dict[str, Any]]] = [
     (_chain, {}), (_branches, {}), (_namespaces, {}), (_leases, {}), (_fragmented, {}), (_cleared, {}), (_full, {}),
     (_empty, {}), (_odd, {"block_size": 3, "max_snapshots": 2}),
+    (_states, {"max_snapshots": 9, "snapshot_slots": 7, "tail_lease": 2}),
+    (_pools, {"max_snapshots": 9, "retention": "chain"}),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import itertools
 import json
 import os
 import resource
@@ -28,16 +29,22 @@ from shmradix import PrefixMatch, RadixCache, errors, layout, locks, segment, ve
 from shmradix.inputs import as_namespace
 from shmradix.layout import Geometry
 from shmradix.parking import owner_of
-from tests.hostile_bases import A, B, Prompt
+from shmradix.prefix_hash import prefix_hashes
+from shmradix.results import Spill
+from shmradix.snapshot_methods import PendingSnapshot
+from tests.hostile_bases import SESSION, A, B, Prompt
 from tests.hostile_images import Image, Plan
 
 PROCESSOR_SECONDS = 2.0  # for an image; more is a hang
 TIMEOUT = 0.5  # of the handle: nobody else has the guard, so whoever waits that long would wait for ever
-DERIVED = 10  # the first invariant that follows from truth
+DERIVED = range(10, 17)  # the invariants that follow from truth
 ADDRESS_SPACE = 1 << 30  # that may be added to what is mapped before the first image
 NEW = list(range(500, 512))
 REFUSALS = (errors.SegmentForeign, errors.LayoutMismatch)  # the segment stays as it is
-ALLOWED = (errors.CorruptSegment, errors.LeasesFull, errors.NamespacesFull, errors.LeaseError)
+ALLOWED = (
+    errors.CorruptSegment, errors.LeasesFull, errors.NamespacesFull, errors.LeaseError, errors.SnapshotsFull,
+    errors.SlotsFull, errors.SlotError,
+)  # fmt: skip
 
 
 class Wrong(Exception):
@@ -123,6 +130,10 @@ class Visit:
         self.bytes = np.ndarray(self.geometry.size, np.uint8, cache._segment._map)
         self.said: Counter[str] = Counter()
         self.match: tuple[Prompt, Any] | None = None
+        self.slots: set[int] = set()  # what the cache gave this worker, and is in no snapshot
+        self.pending: list[PendingSnapshot] = []
+        self.keys: list[int] = [5, *self.before().snapshots["tier_key"].tolist()]
+        self.next_slot = itertools.count(5000)
 
     def before(self) -> Any:
         return self.geometry.views(self.bytes.copy())
@@ -139,12 +150,123 @@ class Visit:
 
     def lookup(self, prompt: Prompt) -> None:
         truth = self.truth()
-        match = self.cache.lookup(prompt.tokens, **prompt.named())
+        match = self.cache.lookup(prompt.tokens, session=SESSION, **prompt.named())
         self.match = (prompt, match)
+        self.check_anchor(prompt, match, truth.views)
         flaw = flaw_of_match(truth, prompt, match)
         if flaw:
             is_of_dead = not flaw_of_match(Truth(truth.views, self.geometry, dead=True), prompt, match)
             raise Wrong(("DEAD MATCH: " if is_of_dead else "WRONG MATCH: ") + flaw)
+
+    def check_anchor(self, prompt: Prompt, match: Any, views: Any) -> None:
+        """Whether the state that the match named is one of a prefix of the prompt, in a slot that there is."""
+        slot, key, tokens = match.snapshot_slot, match.snapshot_tier_key, match.snapshot_tokens
+        if slot is None and key is None:
+            require(not tokens and not match.snapshot_tier_tokens, f"tokens without a state: {match._anchor}")
+            return
+        tokens += match.snapshot_tier_tokens
+        record, keys = views.snapshots, np.array(prompt.block_keys or [], np.uint64)
+        size, seed = self.geometry.block_size, int(views.header["hash_seed"][0])
+        hash_ = prefix_hashes(seed, np.array(prompt.tokens, np.uint32), keys, size, [tokens])[0]
+        same = (record["born"] != 0) & (record["token_count"] == tokens) & (record["prefix_hash"] == hash_).all(axis=1)
+        wanted = as_namespace(prompt.adapter_id, prompt.salt)
+        same &= (record["adapter_id"] == wanted[0]) & (record["salt"] == wanted[1:]).all(axis=1)
+        same &= record["tier_key"] == (key or 0)
+        if slot is not None:
+            same &= record["slot"] == slot
+            slots = self.geometry.snapshot_slots
+            require(not slots or slot < slots, f"STATE NOWHERE: slot {slot} of {slots}")
+        require(same.any(), f"WRONG STATE: {match._anchor}")
+        require(0 < tokens <= match.matched_tokens, f"a state after {tokens} of {match.matched_tokens} tokens")
+
+    def got(self, *slots: int) -> None:
+        """Note slots that a call returned: they are this worker's now, and nobody else's."""
+        views, managed = self.before(), self.geometry.snapshot_slots
+        record = views.snapshots[: max(1, int(views.snapshot_state["snapshots_used"][0]))]
+        resident = record["slot"][1:][(record["born"][1:] != 0) & (record["tier_key"][1:] == 0)].tolist()
+        for slot in slots:
+            require(slot not in self.slots, f"SLOT TWICE: {slot} was given out before")
+            require(slot not in resident, f"SLOT TWICE: {slot} is in the index")
+            require(not managed or slot < managed, f"SLOT NOWHERE: {slot} of {managed}")
+            self.slots.add(slot)
+
+    def allocate(self, **how: bool) -> None:
+        self.got(self.cache.allocate_snapshot_slot(**how))
+
+    def slot(self) -> int:
+        """One to save in."""
+        if not self.geometry.snapshot_slots:
+            return next(self.next_slot)
+        if not self.slots:
+            self.allocate()
+        return min(self.slots)
+
+    def save(self, prompt: Prompt, kind: str) -> None:
+        slot, named = self.slot(), {**prompt.named(), "session": SESSION}
+        pending = self.cache.reserve_snapshot(prompt.tokens, slot, kind=kind, **named)
+        self.slots.discard(slot)
+        if kind == "finish":
+            self.pending.append(pending)
+            return
+        self.got(*pending.commit())
+
+    def insert_with_snapshot(self, prompt: Prompt) -> None:
+        slot, full = self.slot(), len(prompt.tokens) // self.geometry.block_size
+        self.slots.discard(slot)
+        self.got(
+            *self.cache.insert_with_snapshot(prompt.tokens, list(range(3000, 3000 + full)), slot, **prompt.named())[0]
+        )
+
+    def settle(self, commit: bool) -> None:
+        for pending in self.pending:
+            if commit:
+                self.got(*pending.commit())
+            else:
+                pending.abort()
+        self.pending.clear()
+
+    def spill(self, pending: bool) -> None:
+        done = self.cache.evict_snapshot_to_tier(pending=pending)
+        if done is not None:
+            self.got(done.slot)
+            self.keys += [done.key] if isinstance(done, Spill) else []
+
+    def promote(self) -> None:
+        for key in self.keys:
+            slot = self.slot()
+            self.slots.discard(slot)
+            if not self.cache.promote_snapshot(key, slot):
+                self.got(slot)
+
+    def tier(self) -> None:
+        for key in self.keys:
+            self.cache.commit_snapshot_spill(key)
+            self.cache.forget_snapshot_tier_key(key)
+
+    def evict_snapshots(self, count: int) -> None:
+        for _ in range(count):
+            if (slot := self.cache.evict_snapshot_lru()) is not None:
+                self.got(slot)
+
+    def free_slots(self) -> None:
+        while self.slots and self.geometry.snapshot_slots:
+            self.cache.free_snapshot_slot(self.slots.pop())
+
+    def restorable(self) -> None:
+        if self.match is not None and not self.match[1].released:
+            found = self.match[1].restorable
+            require(found == sorted(found) and max(found, default=0) <= len(self.match[0].tokens), f"{found}")
+
+    def clear(self) -> None:
+        taken: list[int] = []
+
+        def clear() -> Any:
+            blocks = self.cache.clear()
+            taken.extend(blocks.snapshot_slots.tolist())
+            return blocks
+
+        self.evict(clear, self.geometry.max_blocks)
+        self.got(*taken)
 
     def peek(self, prompt: Prompt) -> None:
         truth, size = self.truth(), self.geometry.block_size
@@ -191,6 +313,7 @@ class Visit:
         sane = 0 <= stats.blocks_leased <= stats.blocks_live <= geometry.max_blocks
         sane &= stats.blocks_evictable == stats.blocks_live - stats.blocks_leased
         sane &= stats.blocks_free == geometry.max_blocks - stats.blocks_live
+        sane &= 0 <= stats.snapshots_tiered <= stats.snapshots <= geometry.max_snapshots
         sane &= 0 <= stats.leases <= geometry.max_leases and 0 <= stats.namespaces <= geometry.max_namespaces
         require(sane and 0 <= stats.workers <= geometry.max_workers, f"{stats}")
 
@@ -216,12 +339,33 @@ class Visit:
             ("release match", lambda: self.match and self.match[1].release()),
             ("evict", lambda: self.evict(lambda: self.cache.evict(2), 2)),
             ("evict all", lambda: self.evict(lambda: self.cache.evict(10**6), most)),
-            ("clear", lambda: self.evict(self.cache.clear, most)),
+            ("clear", self.clear),
             ("stats", self.stats), ("reap", lambda: require(self.cache.reap() >= 0, "reap")), ("verify", self.verify),
         ]  # fmt: skip
+        if self.geometry.max_snapshots:
+            plan += self.snapshot_calls(prompts)
         order = self.image.chance.permutation(len(plan)).tolist()
         again = [*((f"lookup {p}, after all", lambda p=p: self.lookup(p)) for p in prompts), ("verify", self.verify)]
         return [plan[i] for i in order] + again
+
+    def snapshot_calls(self, prompts: list[Prompt]) -> list[tuple[str, Callable[[], None]]]:
+        """Those of the snapshot index."""
+        plan: list[tuple[str, Callable[[], None]]] = [
+            *((f"save {kind}", lambda kind=kind: self.save(self.image.any_of(prompts), kind))  # type: ignore[misc]
+              for kind in ("plain", "tail", "sibling", "finish", "finish")),
+            ("insert with snapshot", lambda: self.insert_with_snapshot(Prompt(NEW))),
+            ("commit", lambda: self.settle(True)), ("abort", lambda: self.settle(False)),
+            ("evict snapshots", lambda: self.evict_snapshots(2)),
+            ("evict all snapshots", lambda: self.evict_snapshots(20)),
+            ("spill", lambda: self.spill(False)), ("spill, pending", lambda: self.spill(True)),
+            ("promote", self.promote), ("tier", self.tier), ("restorable", self.restorable),
+            ("free slots", self.free_slots),
+            ("count", lambda: require(0 <= self.cache.snapshot_count() <= self.geometry.max_snapshots, "count")),
+        ]  # fmt: skip
+        if self.geometry.snapshot_slots:
+            plan += [("allocate", self.allocate), ("allocate all", lambda: [self.allocate() for _ in range(20)]),  # type: ignore[func-returns-value, list-item]
+                     ("allocate to finish", lambda: self.allocate(finish=True))]  # fmt: skip
+        return plan
 
     def make(self) -> Iterator[str]:
         """Make all calls; what is wrong, if anything."""
@@ -242,7 +386,7 @@ class Visit:
         """A rebuild leaves derived data sound. On sound truth, all is, and what was there is found."""
         if not self.image.is_rebuilt and not self.image.is_dirty:
             return
-        found = [violation for violation in self.cache.verify() if self.image.is_rebuilt or violation.number >= DERIVED]
+        found = [violation for violation in self.cache.verify() if self.image.is_rebuilt or violation.number in DERIVED]
         if found:
             yield f"after a rebuild: {found}"
         if not self.image.is_rebuilt:
@@ -286,10 +430,12 @@ def laid_out(name: str, image: Image) -> Iterator[None]:
 
 
 def _has_live_owner(image: Image) -> bool:
-    guard = image.views.guards
-    slot, generation = owner_of(int(guard["owner"][0]))
-    is_held = image.are_alive and slot in image.base.slots
-    return is_held and int(image.views.workers["generation"][slot]) == generation
+    for word in image.views.guards["owner"].tolist():
+        slot, generation = owner_of(word)
+        is_held = image.are_alive and slot in image.base.slots
+        if is_held and int(image.views.workers["generation"][slot]) == generation:
+            return True
+    return False
 
 
 def judge(name: str, image: Image) -> tuple[str, list[str]]:

@@ -190,8 +190,60 @@ def _births(how: str, image: Image) -> None:
         state[field] = values[value]
 
 
-def _owner(word: int, dirty: int, image: Image) -> None:
-    image.views.guards["owner"][0], image.views.guards["dirty"][0] = word, dirty
+def _owner(guard: int, word: int, dirty: int, image: Image) -> None:
+    image.views.guards["owner"][guard], image.views.guards["dirty"][guard] = word, dirty
+
+
+SNAPSHOTS = ("born alike", "born like a pin", "all alive", "all dead", "one prefix", "one slot", "a worker's slot",
+             "all spilled", "none spilled", "one key", "all pending", "all pending alike", "all hidden",
+             "parents in a circle", "all pinned", "pins of nothing", "pins of the spilled", "all slots a worker's",
+             "all slots free", "one session", "later sessions", "clock 0", "clock last")  # fmt: skip
+
+
+def _snapshots(how: str, image: Image) -> None:
+    """What no worker leaves in the snapshot index."""
+    views = image.views
+    record, pins, slots, sessions = views.snapshots[1:], views.pins[1:], views.slots, views.sessions
+    live = record["born"] != 0
+    if not live.any():
+        return
+    if how in ("born alike", "born like a pin"):
+        record["born"][live] = record["born"][live][0] if how == "born alike" else pins["born"].max()
+    elif how.startswith("all alive"):
+        record["born"], views.snapshot_state["snapshots_used"] = np.arange(1, 1 + len(record)), len(record) + 1
+    elif how == "all dead":
+        record["born"] = 0
+    elif how == "one prefix":
+        for field in ("token_count", "prefix_hash", "check"):
+            record[field] = record[field][-1 - int(np.argmax(live[::-1]))]
+    elif how == "one slot":
+        record["slot"] = record["slot"][int(np.argmax(live))]
+    elif how == "a worker's slot":
+        record["slot"] = int(np.argmax(slots["worker"])) if len(slots) else 0
+    elif how in ("all spilled", "none spilled", "one key"):
+        record["tier_key"] = {"all spilled": 1 + np.arange(len(record)), "none spilled": 0, "one key": 5}[how]
+    elif how.startswith("all pending"):
+        record["flags"] |= layout.PENDING
+        record["worker"][:] = record["worker"] if how == "all pending" else 1
+    elif how == "all hidden":
+        record["flags"] |= layout.HIDDEN
+    elif how == "parents in a circle":
+        record["parent"] = 1 + (np.arange(len(record)) + 1) % len(record)
+        record["parent_born"] = views.snapshots["born"][record["parent"]]
+    elif how in ("all pinned", "pins of nothing", "pins of the spilled"):
+        which = np.flatnonzero(live if how == "all pinned" else record["tier_key"] != 0)
+        at = np.resize(which, len(pins)) + 1
+        pins["snapshot"], pins["born"] = at, np.arange(1, 1 + len(pins)) + 1000
+        pins["snapshot_born"] = views.snapshots["born"][at] + (how == "pins of nothing")
+        pins["worker"], views.snapshot_state["pins_used"] = 1, len(pins) + 1
+    elif how.startswith("all slots"):
+        slots["worker"] = 2 if how == "all slots a worker's" else 0
+    elif how == "one session":
+        sessions["session"] = sessions["session"].max()
+    elif how == "later sessions":
+        sessions["evictions"] = LAST
+    else:
+        views.snapshot_state["clock"] = 0 if how == "clock 0" else LAST
 
 
 def _resize(size: int, image: Image) -> None:
@@ -219,18 +271,25 @@ INDEXES = {
     "leases": ("worker", "node", "anchor", "depth", "next_free", "partial_tokens"),
     "heap": ("node",), "buckets": (None,),
 }  # fmt: skip
+SNAPSHOT_INDEXES = {
+    "snapshots": ("slot", "parent", "worker", "flags", "token_count", "born", "last_use", "epoch", "generation"),
+    "pins": ("snapshot", "worker", "born", "snapshot_born", "generation"), "slots": ("worker", "generation"),
+    "sessions": ("session", "evictions"),
+}  # fmt: skip
+SNAPSHOT_MARKS = ("snapshots_used", "pins_used")
 OWNERS = [0, 1, 3, 4, 0xFFFF, 1 << 16, (1 << 16) + 4, (1 << 40) + 0xFFFF, 1 << 62, (1 << 62) + 1, -1, -(1 << 63), LAST,
           tag_of(0, 1), tag_of(0, 2), tag_of(2, 1), tag_of(1, MAX_GENERATION - 1)]  # fmt: skip
 GEOMETRIES = [{"max_blocks": 200}, {"max_blocks": 1}, {"block_size": 64}, {"block_size": 1}, {"max_leases": 500},
               {"max_leases": 1}, {"max_workers": 200}, {"max_workers": 1}, {"max_namespaces": 100},
-              {"max_namespaces": 1}, {"max_snapshots": 50}, {"max_blocks": 1, "max_namespaces": 26}]  # fmt: skip
+              {"max_namespaces": 1}, {"max_snapshots": 50}, {"max_snapshots": 50, "snapshot_slots": 40, "retention": 1},
+              {"max_snapshots": 9, "snapshot_slots": 0}, {"max_blocks": 1, "max_namespaces": 26}]  # fmt: skip
 
 
 def systematic(all_bases: list[Base]) -> Iterator[Change]:
     """Every damage of which there is a list."""
-    for at, value in itertools.product(range(104), (0, 1, 0x7F, 0x80, 0xFF, None)):
+    for at, value in itertools.product(range(128), (0, 1, 0x7F, 0x80, 0xFF, None)):
         yield Change("header byte", at % len(all_bases), partial(_byte, at, value))
-    for at in range(104, PAGE - 63, 64):
+    for at in range(128, PAGE - 63, 64):
         yield Change("header byte, unused", at % len(all_bases), partial(_unused, at))
     for b, base in enumerate(all_bases):
         geometry = base.geometry
@@ -254,7 +313,9 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
         for how in BIRTHS:
             yield Change("births and clock", b, partial(_births, how))
         for word, dirty in itertools.product(OWNERS, (0, 1, -1)):
-            yield Change("owner word", b, partial(_owner, word, dirty))
+            yield Change("owner word", b, partial(_owner, 0, word, dirty))
+        if geometry.max_snapshots:
+            yield from _of_snapshots(b, geometry)
         for section, how in itertools.product(Views._fields, ("zero", "ones", "random")):
             yield Change(f"section {how}", b, partial(_section, section, how), section in ("heap", "buckets"))
         edges = {s.offset + d for s in geometry.sections() for d in (-1, 0, 1)} | {geometry.size + d for d in (-1, 1)}
@@ -265,6 +326,23 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
             yield Change("other geometry", b, partial(_other_geometry, changed))
     for value in (0, 0xFF):
         yield Change("whole", 0, partial(_fill, value))
+
+
+def _of_snapshots(b: int, geometry: Geometry) -> Iterator[Change]:
+    """The listed damages to the snapshot index."""
+    for word in OWNERS:
+        yield Change("owner word", b, partial(_owner, 1, word, 0))
+    for how in SNAPSHOTS:
+        yield Change("snapshots", b, partial(_snapshots, how))
+    most = {"slot": geometry.snapshot_slots, "parent": 1 + geometry.max_snapshots,
+            "snapshot": 1 + geometry.max_snapshots, "worker": geometry.max_workers + 1, "flags": 64}  # fmt: skip
+    for section, fields in SNAPSHOT_INDEXES.items():
+        if section != "slots" or geometry.snapshot_slots:
+            for field, one, value in itertools.product(fields, (True, False), (-1, 0, 1, WHOLE - 1)):
+                bad = value if value == WHOLE - 1 else max(most.get(field, 1) + value, 0)
+                yield Change(f"index {section}", b, partial(_field, section, field, bad, one))
+    for field, value in itertools.product(SNAPSHOT_MARKS, (0, 1, 2, 7, 10, 11, 1 << 31, WHOLE - 1)):
+        yield Change("total or mark", b, partial(_field, "snapshot_state", field, value, False))
 
 
 def _fill(value: int, image: Any) -> None:

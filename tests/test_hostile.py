@@ -156,6 +156,20 @@ def test_an_insert_that_meets_damage_stores_nothing_below_nothing(cache_factory:
         views.state[field] = 0
 
 
+def test_nothing_is_stored_below_a_dead_root(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(block_size=4, max_blocks=16)
+    cache.insert([1] * 8, [10, 11])
+    match = cache.lookup([1] * 8)
+    views: Any = cache._segment.views
+    for node in np.flatnonzero(views.nodes["born"])[:2].tolist():  # the root, and the first block
+        views.nodes["born"][node], before = 0, int(views.nodes["born"][node])
+        with pytest.raises(ValueError, match="do not start with the prompt"):
+            cache.insert([1] * 8 + [2] * 4, [10, 11, 12], match=match)
+        views.nodes["born"][node] = before
+    assert cache.verify() == []
+    assert cache.insert([1] * 8 + [2] * 4, [10, 11, 12], match=match).inserted_tokens == 12
+
+
 def test_nothing_is_left_by_a_run_that_is_killed() -> None:
     code = "import os, threading; from tests import hostile; threading.Timer(3, os.kill, (os.getpid(), 9)).start(); "
     code += "print(flush=True); hostile.run(100_000, seed=9)"
