@@ -231,6 +231,10 @@ class RadixCache(SnapshotMethods):
         ids = as_tokens(tokens)
         namespace = self._namespace(adapter_id, salt)
         keys = as_block_keys(block_keys, ids, self.block_size)
+        gate = as_session(session), bool(hermetic)
+        limit = len(ids) if max_snapshot_tokens is None else as_count("max_snapshot_tokens", max_snapshot_tokens)
+        if require_snapshot:
+            self._entries()
         rows = np.empty((2, len(ids) // self.block_size), np.uint32)
         worker = self._worker
         answer = worker.run(worker.entries.lookup, namespace, ids, keys, rows)
@@ -244,8 +248,8 @@ class RadixCache(SnapshotMethods):
             self, namespace, rows, depth, self.block_size, lease, born,
             block if agree else None, agree, epoch,
         )  # fmt: skip
-        if worker.snapshots is not None or require_snapshot:
-            self._find_snapshot(match, ids, keys, session, max_snapshot_tokens, require_snapshot, hermetic)
+        if worker.snapshots is not None:
+            self._find_snapshot(match, ids, keys, min(limit, match.matched_tokens), gate, require_snapshot)
         return match
 
     def _find_snapshot(
@@ -253,18 +257,12 @@ class RadixCache(SnapshotMethods):
         match: PrefixMatch,
         ids: np.ndarray,
         keys: np.ndarray,
-        session: int,
-        max_snapshot_tokens: int | None,
+        limit: int,
+        gate: tuple[int, bool],
         require_snapshot: bool,
-        hermetic: bool,
     ) -> None:
         """The snapshot half of a lookup; gives the lease back where it fails."""
         try:
-            self._entries()  # or say that there is no index
-            gate = as_session(session), bool(hermetic)
-            limit = match.matched_tokens
-            if max_snapshot_tokens is not None:
-                limit = min(limit, as_count("max_snapshot_tokens", max_snapshot_tokens))
             if match.matched_tokens:
                 self._resume(match, ids, keys, limit, gate)
             if require_snapshot:
