@@ -260,8 +260,10 @@ def drop_hidden(handle, tag, now, marks, out, counts):
     retention.mark_pinned(seg, marks)
     record = seg.snapshots
     for at in range(1, snapshots.snapshots_used(seg)):
-        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at] or record["flags"][at] & PENDING:
+        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at]:
             continue
+        if record["flags"][at] & PENDING and snapshots.is_resident(seg, at):
+            continue  # its commit says so to its worker
         if snapshots.is_resident(seg, at) and len(seg.slots) == 0 and counts[0] < len(out):
             out[counts[0]] = record["slot"][at]
             counts[0] += 1

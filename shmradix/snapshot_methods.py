@@ -3,12 +3,13 @@
 docs/snapshots.md tells what an engine calls when.
 """
 
+import contextlib
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmradix.errors import LeaseError, LeasesFull, SlotError, SlotsFull, SnapshotsFull
+from shmradix.errors import CacheClosed, LeaseError, LeasesFull, SlotError, SlotsFull, SnapshotsFull
 from shmradix.handle import Handle
 from shmradix.inputs import Ids, as_block_keys, as_count, as_session, as_tokens
 from shmradix.layout import LEAF, RETENTIONS, SIBLING, TAIL
@@ -308,7 +309,7 @@ class SnapshotMethods(Handle):
     ) -> None:
         """Find and pin the deepest snapshot within `limit` tokens, for the match."""
         entries, namespace = self._entries(), match._namespace
-        match._prompt = ids, keys, gate
+        match._prompt = ids.copy(), keys.copy(), gate  # they may be the caller's own arrays
         depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
         if depth:
@@ -381,7 +382,8 @@ class SnapshotMethods(Handle):
         return [slot] if status == STALE else self._handed_back(out, counts)
 
     def _abort_pending(self, at: int, born: int) -> None:
-        self._worker.run(self._entries().abort, at, born)
+        with contextlib.suppress(CacheClosed):  # which took it along
+            self._worker.run(self._entries().abort, at, born)
 
     def _handed_back(self, out: np.ndarray, counts: np.ndarray) -> list[int]:
         slots: list[int] = out[: counts[0]].tolist()
