@@ -171,6 +171,8 @@ def save_as(cache: RadixCache, kind: str, tokens: Any, slot: int, session: int, 
         return cache.insert_tail_snapshot(tokens, slot, session, **where)
     if kind == "sibling":
         return cache.insert_tail_sibling_snapshot(tokens, slot, session, **where)
+    if kind == "finish":
+        return cache.reserve_snapshot(tokens, slot, kind=kind, session=session, **where).commit()
     return cache.insert_intermediate_snapshot(tokens, slot, session=session, **where)
 
 
