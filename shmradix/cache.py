@@ -470,6 +470,7 @@ class RadixCache(SnapshotMethods):
         if match.released:
             return
         worker, anchor = self._worker, match._anchor
+        self._pins.pop((match._lease, match._born), None)
         bad = bool(anchor.pin) and worker.call(self._entries().unpin, anchor.pin, anchor.born)[0]
         match._anchor = anchor._replace(pin=0)
         if bad or (match._lease and worker.call(worker.entries.release, match._lease, match._born)[0]):
@@ -491,7 +492,14 @@ class RadixCache(SnapshotMethods):
         namespace = self._namespace(adapter_id, salt)
         keys = as_block_keys(block_keys, ids, self.block_size)
         bounds = low, high, int(by_tokens)
-        return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, *bounds)[0]
+        return bool(self._worker.locked(self._drop_path, namespace, ids, keys, *bounds))
+
+    def _drop_path(self, *path: Any) -> bool:
+        status, _, lease, born = self._worker.call(self._worker.entries.release_path, *path)
+        pin = self._pins.pop((lease, born), None)
+        if pin is not None:
+            self._worker.call(self._entries().unpin, *pin)
+        return not status
 
     def _evict(self, limit: int, latest: int, reap: bool) -> EvictedBlocks:
         """Take out up to `limit` blocks last used until `latest`; blocks of a call that was cut short come first."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from shmradix.errors import CacheClosed, LeaseError, LeasesFull, SlotError, SlotsFull, SnapshotsFull
 from shmradix.handle import Handle
-from shmradix.inputs import Ids, as_block_keys, as_count, as_session, as_tokens
+from shmradix.inputs import BASE_NAMESPACE, Ids, as_block_keys, as_count, as_session, as_tokens
 from shmradix.layout import LEAF, RETENTIONS, SIBLING, TAIL
 from shmradix.prefix_hash import prefix_hashes
 from shmradix.results import Anchor, Drop, PrefixMatch, Spill
@@ -196,7 +196,7 @@ class SnapshotMethods(Handle):
         """
         key, slot = as_count("key", key, _U64), as_count("slot", slot, _U32)
         if match is not None:
-            self._namespace_of(match, match._namespace)
+            self._namespace_of(match, BASE_NAMESPACE)
             if match.snapshot_tier_key != key:
                 raise ValueError(f"key={key} is not that of match={match!r}, which is {match.snapshot_tier_key}")
         status = self._worker.locked(self._promote, key, slot, match)
@@ -213,6 +213,7 @@ class SnapshotMethods(Handle):
         if match is not None and not status:
             old = match._anchor
             match._anchor = Anchor(slot=slot, tokens=old.tier_tokens, is_tail=old.is_tail, pin=pin, born=born)
+            self._pins[match._lease, match._born] = pin, born
         return status
 
     def forget_snapshot_tier_key(self, key: int) -> bool:
@@ -332,6 +333,7 @@ class SnapshotMethods(Handle):
             match._anchor = Anchor(None, 0, key & _U64, depth, is_tail)
         else:
             match._anchor = Anchor(slot, depth, None, 0, is_tail, "", pin, born)
+            self._pins[match._lease, match._born] = pin, born
 
     def _restorable(self, match: PrefixMatch) -> list[int]:
         """The depths, rising, at which the match's prompt could resume now."""

@@ -244,10 +244,10 @@ def _free_record(seg):
 @kernel
 def register(seg, namespace, depth, check, low, high, slot, session, kind, epoch):
     """Make a pending snapshot. Returns (status, where it is)."""
-    if epoch >= 0 and epoch != seg.tree["epoch"][0]:
-        return STALE, 0
     if not may_use(seg, slot):
         return SLOT_NOT_HELD, 0
+    if epoch >= 0 and epoch != seg.tree["epoch"][0]:
+        return STALE, 0
     at = _free_record(seg)
     if at == 0:
         return SNAPSHOTS_FULL, 0

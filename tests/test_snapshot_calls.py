@@ -234,6 +234,7 @@ BAD: dict[str, tuple[type[Exception], str, Call]] = {
     "an empty salt": (ValueError, "salt", lambda cache: cache.insert_intermediate_snapshot([1], 5, salt=b"")),
     "no such argument": (TypeError, "slat", lambda cache: cache.insert_intermediate_snapshot([1], 5, slat=b"")),
     "a match that is none": (TypeError, "match=7", lambda cache: cache.insert_intermediate_snapshot([1], 5, match=7)),
+    "a promotion's match": (TypeError, "match=7", lambda cache: cache.promote_snapshot(5, 6, match=7)),
     "a lookup's session": (ValueError, "session=-1", lambda cache: cache.lookup(range(64), session=-1)),
     "a lookup's large session": (ValueError, f"session={BIG}", lambda cache: cache.lookup(range(64), session=BIG)),
     "a lookup's limit": (ValueError, "tokens=-1", lambda cache: cache.lookup(range(64), max_snapshot_tokens=-1)),

@@ -102,11 +102,15 @@ def test_a_clear_between_the_lookup_and_the_save(cache_factory: CacheFactory) ->
     cache.clear()
     assert cache.insert_intermediate_snapshot(range(64), 5, match=match) == [5]
     assert cache.insert_tail_snapshot(range(64), 5, 7, match=match) == [5]
+    assert cache.insert_intermediate_snapshot(range(16), 6) == []
+    with pytest.raises(errors.SlotError, match="slot 6 "):  # not the caller's to free
+        cache.insert_intermediate_snapshot(range(64), 6, match=match)
+    assert cache.evict_snapshot_lru() == 6
     freed, acquired = cache.insert_with_snapshot(range(64), range(4), 5, match=match)
     assert (freed, acquired.stale, len(acquired.blocks)) == ([5], True, 0)
     with pytest.raises(errors.LeaseError, match="clear"):
         cache.reserve_snapshot(range(64), 5, match=match)
-    assert (cache.snapshot_count(), cache.stats().snapshot_saves) == (0, 0)
+    assert (cache.snapshot_count(), cache.stats().snapshot_saves) == (0, 1)
     match.release()
     with cache.lookup(range(64)) as match:
         assert cache.insert_intermediate_snapshot(range(64), 5, match=match) == []

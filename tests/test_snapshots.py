@@ -138,6 +138,14 @@ class Player:
         self.matches[match].release()
         return {}
 
+    def release(self, tokens: list[int]) -> Answer:
+        self.cache.release(tokens)
+        return {}
+
+    def release_matched(self, tokens: list[int], matched_tokens: int) -> Answer:
+        self.cache.release_matched(tokens, matched_tokens)
+        return {}
+
     def evict(self) -> Answer:
         return {"slot": self.cache.evict_snapshot_lru()}
 
@@ -153,8 +161,8 @@ class Player:
             self.keys[name] = got.key
         return {"answer": type(got).__name__, "slot": got.slot, "depth": got.tokens}
 
-    def promote(self, key: str, slot: int) -> Answer:
-        return {"done": self.cache.promote_snapshot(self.keys[key], slot)}
+    def promote(self, key: str, slot: int, match: str = "") -> Answer:
+        return {"done": self.cache.promote_snapshot(self.keys[key], slot, match=self.matches[match] if match else None)}
 
     def forget(self, key: str) -> Answer:
         return {"done": self.cache.forget_snapshot_tier_key(self.keys[key])}
@@ -563,6 +571,24 @@ PINS: dict[str, list[Step]] = {
         stat(snapshots=1),
         drop("match"),
         spill(1, 20, least=0),  # dropped: nobody could find it by a key
+        *gone(2),
+    ],
+    "a_release_by_tokens_lets_it_go": [
+        save(20, 1),
+        find(20, 1, 20, keep="one"),
+        find(20, 1, 20, keep="two"),
+        Step("release", {"tokens": prompt_tokens(20)}, {}),
+        *gone(None),
+        Step("release_matched", {"tokens": prompt_tokens(20), "matched_tokens": 20}, {}),
+        *gone(1),
+    ],
+    "a_promoted_one_is_pinned_by_its_match": [
+        save(20, 1),
+        spill(1, 20, "1"),
+        Step("find", {"tokens": prompt_tokens(20), "keep": "match"}, NOTHING | {"key": "1", "tier_tokens": 20}),
+        Step("promote", {"key": "1", "slot": 2, "match": "match"}, {"done": True}),
+        *gone(None),
+        drop("match"),
         *gone(2),
     ],
     "two_matches": [
