@@ -1,0 +1,590 @@
+"""Both halves against their plain model: any calls of several workers, every answer and every record compared."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shmradix import PrefixMatch, RadixCache, errors
+from shmradix.results import Spill
+from shmradix.snapshot_methods import PendingSnapshot
+from tests import test_state_machine as kv
+from tests.conftest import fresh_name
+from tests.model import Match, Request
+from tests.snapshot_model import HybridModel, Prefix, Sizes, Snapshot, prefix_of
+from tests.snapshot_reader import snapshot_image, snapshot_stats
+
+CLIENTS = kv.CLIENTS
+SAVED = ("plain", "tail", "sibling", "finish")
+OWN_SLOTS = 8  # that the callers number, where the cache manages none
+
+
+class Save(NamedTuple):
+    """What to save: the first `depth` tokens of a prompt."""
+
+    request: Request
+    depth: int
+    slot: int
+    kind: str
+    session: int
+
+    def arguments(self, block_size: int) -> dict[str, Any]:
+        keys, blocks = self.request.keys, -(-self.depth // block_size)
+        return self.request.identity() | {"block_keys": None if keys is None else keys[:blocks]}
+
+
+class Pinned(NamedTuple):
+    """What is in the slot that a match has."""
+
+    slot: int
+    content: Prefix
+
+
+class HybridPair(kv.Pair):
+    """One cache with several workers, and its model; `slots` and `tier` stand for the states' bytes."""
+
+    model: HybridModel
+
+    def __init__(self, sizes: kv.Sizes, index: Sizes) -> None:
+        self.sizes, self.index = sizes, index
+        self.name = fresh_name()
+        self.model = HybridModel(*sizes, sizes=index)
+        geometry = sizes._asdict() | index._asdict()
+        self.caches = [RadixCache.create(self.name, max_workers=CLIENTS + 1, **geometry)]
+        self.caches += [RadixCache.attach(self.name) for _ in range(CLIENTS - 1)]
+        self.watcher = RadixCache.attach(self.name)
+        self.matches: list[tuple[PrefixMatch, Match]] = []
+        self.pendings: list[tuple[PendingSnapshot, Snapshot]] = []
+        self.keys: dict[int, int] = {}  # real ones by the model's
+        self.slots: dict[int, Prefix] = {}
+        self.tier: dict[int, Prefix] = {}
+        self.pinned: dict[Match, Pinned] = {}
+
+    def check(self) -> None:
+        super().check()
+        assert snapshot_image(self.watcher, self.caches) == self.model.snapshot_image()
+        assert snapshot_stats(self.watcher) == self.model.snapshot_stats()
+        self.check_slots()
+        self.check_tails()
+
+    def check_slots(self) -> None:
+        """No slot is in two places; what a match has is what it was when it was found."""
+        views = self.watcher._segment.views
+        live = views.snapshots[(views.snapshots["born"] != 0) & (views.snapshots["tier_key"] == 0)]
+        taken = live["slot"].tolist()
+        assert len(set(taken)) == len(taken)
+        owned = {slot for slot in range(len(views.slots)) if views.slots["worker"][slot]}
+        pending = live["slot"][live["flags"] & 8 != 0].tolist()
+        assert not owned & set(taken) - set(pending)
+        for match, pin in self.pinned.items():
+            if match.lease in self.model.pins:
+                assert self.slots[pin.slot] == pin.content
+
+    def check_tails(self) -> None:
+        views = self.watcher._segment.views
+        current = views.snapshots[(views.snapshots["born"] != 0) & (views.snapshots["flags"] & (8 | 16) == 0)]
+        for flag in (1, 2):
+            found = current[(current["flags"] & flag != 0) & (current["epoch"] == views.state["epoch"][0])]
+            names = [(s["session"].item(), s["adapter_id"].item(), s["salt"].tobytes()) for s in found]
+            assert len(set(names)) == len(names)
+
+    # Lookups
+
+    def find(
+        self, client: int, request: Request, session: int, limit: int | None, require: bool, hermetic: bool
+    ) -> None:
+        def modelled() -> Match:
+            match = self.model.lookup(client, request)
+            self.model.resume(match, request, limit, require, session, hermetic)
+            return match
+
+        how = {"session": session, "max_snapshot_tokens": limit, "require_snapshot": require, "hermetic": hermetic}
+        answers = self.both(lambda: self.caches[client].lookup(request.tokens, **request.identity(), **how), modelled)
+        if answers is None:
+            return
+        match, expected = answers
+        self.matches.append(answers)
+        assert (match.matched_tokens, match.matched_blocks.tolist()) == (expected.tokens, expected.blocks)
+        assert match.matched_disk_block_ids.tolist() == expected.disks[: len(expected.blocks)]
+        assert (match.partial_block, match.partial_tokens) == (expected.partial or (None, 0))
+        self.compare_anchor(match, expected)
+        assert match.restorable == self.model.restorable(expected)
+        self.check_state(match, request, session)
+        if match.snapshot_slot is not None:
+            self.pinned[expected] = Pinned(match.snapshot_slot, self.slots[match.snapshot_slot])
+
+    def compare_anchor(self, match: PrefixMatch, expected: Match) -> None:
+        anchor = self.model.anchors[expected]
+        assert (match.snapshot_slot, match.snapshot_tokens) == (anchor.slot, anchor.tokens)
+        key = self.keys[anchor.key] if anchor.key else None
+        assert (match.snapshot_tier_key, match.snapshot_tier_tokens) == (key, anchor.tier_tokens)
+        assert (match.snapshot_is_tail, match.no_snapshot) == (anchor.is_tail, anchor.reason)
+
+    def check_state(self, match: PrefixMatch, request: Request, session: int) -> None:
+        """Whatever the model says: the bytes that a match names are of the prompt, and it may use them."""
+        if match.snapshot_slot is not None:
+            content, depth = self.slots[match.snapshot_slot], match.snapshot_tokens
+        elif match.snapshot_tier_key is not None:
+            content, depth = self.tier[match.snapshot_tier_key], match.snapshot_tier_tokens
+        else:
+            return
+        assert content == prefix_of(request, depth, self.sizes.block_size)
+        assert depth <= match.matched_tokens
+        if match.snapshot_is_tail:
+            assert session != 0
+
+    def lookup(self, client: int, request: Request) -> None:
+        self.find(client, request, 0, None, False, False)
+
+    # Saving
+
+    def save(self, client: int, save: Save, match_index: int = -1) -> None:
+        """Save at once: the method for the kind, or, for a finish snapshot, a reservation that is committed."""
+        match, expected = self.match_of(client, save, match_index)
+        cache, arguments = self.caches[client], save.arguments(self.sizes.block_size)
+        if match is not None:
+            arguments |= {"match": match, "adapter_id": 0, "salt": None}
+        tokens, slot, session = save.request.tokens[: save.depth], save.slot, save.session
+
+        def modelled() -> list[int]:
+            new = self.model.reserve(client, *save, expected)
+            return [slot] if new is None else self.model.commit(client, new)
+
+        def real() -> list[int]:
+            if save.kind == "tail":
+                return cache.insert_tail_snapshot(tokens, slot, session, **arguments)
+            if save.kind == "sibling":
+                return cache.insert_tail_sibling_snapshot(tokens, slot, session, **arguments)
+            if save.kind == "plain":
+                return cache.insert_intermediate_snapshot(tokens, slot, session=session, **arguments)
+            with cache.reserve_snapshot(tokens, slot, kind=save.kind, session=session, **arguments) as pending:
+                return pending.commit()
+
+        is_stale = expected is not None and expected.epoch != self.model.epoch
+        if is_stale and save.kind == "finish":  # a reservation has no other way to say so
+            with pytest.raises((errors.LeaseError, errors.SlotError)):
+                real()
+            return
+        answers = self.both(real, modelled)
+        if answers is not None:
+            assert sorted(answers[0]) == sorted(answers[1])
+            if not is_stale:
+                self.slots[slot] = self.content(save)
+
+    def insert_with_snapshot(self, client: int, save: Save, table: kv.Table) -> None:
+        """Both halves in one call; nothing of either where it is refused."""
+        request = save.request._replace(tokens=save.request.tokens[: save.depth])
+        arguments = save.arguments(self.sizes.block_size)
+        request = request._replace(keys=arguments["block_keys"])
+        blocks, _ = self.tables(request, table)
+        is_finish = save.kind == "finish"
+
+        def modelled() -> tuple[list[int], Any]:
+            new = self.model.reserve(client, *save._replace(kind="finish" if is_finish else "plain"), None)
+            assert new
+            try:
+                acquired = self.model.insert(client, request, blocks, None, 0, None)
+            except errors.ShmradixError:
+                self.model.abort(new)
+                raise
+            return self.model.commit(client, new), acquired
+
+        answers = self.both(
+            lambda: self.caches[client].insert_with_snapshot(
+                request.tokens, blocks, save.slot, session=save.session, finish=is_finish, **arguments
+            ),
+            modelled,
+        )
+        if answers is None:
+            return
+        (freed, got), (expected_freed, expected) = answers
+        assert sorted(freed) == sorted(expected_freed)
+        assert (got.blocks.tolist(), got.inserted_tokens) == (expected.blocks, expected.tokens)
+        self.slots[save.slot] = self.content(save)
+
+    def content(self, save: Save) -> Prefix:
+        return prefix_of(save.request, save.depth, self.sizes.block_size)
+
+    def match_of(self, client: int, save: Save, index: int) -> tuple[PrefixMatch | None, Match | None]:
+        """A match of this worker in the save's namespace, if the indexed one is."""
+        if not 0 <= index < len(self.matches):
+            return None, None
+        match, expected = self.matches[index]
+        is_fit = (expected.client, expected.request.namespace) == (client, save.request.namespace)
+        return (match, expected) if is_fit else (None, None)
+
+    def reserve(self, client: int, save: Save) -> None:
+        arguments = save.arguments(self.sizes.block_size)
+        answers = self.both(
+            lambda: self.caches[client].reserve_snapshot(
+                save.request.tokens[: save.depth], save.slot, kind=save.kind, session=save.session, **arguments
+            ),
+            lambda: self.model.reserve(client, *save, None),
+        )
+        if answers is not None:
+            pending, expected = answers
+            assert expected is not None
+            self.pendings.append((pending, expected))
+            self.slots[save.slot] = self.content(save)
+
+    def commit(self, index: int) -> None:
+        pending, expected = self.pendings.pop(index)
+        answers = self.both(pending.commit, lambda: self.model.commit(expected.client, expected))
+        if answers is not None:
+            assert sorted(answers[0]) == sorted(answers[1])
+
+    def abort(self, index: int) -> None:
+        pending, expected = self.pendings.pop(index)
+        pending.abort()
+        self.model.abort(expected)
+
+    # Going
+
+    def evict_snapshot(self, client: int) -> None:
+        slot = self.caches[client].evict_snapshot_lru()
+        assert slot == self.model.evict_snapshot(client)
+        if slot is None:
+            self.check_that_nothing_may_go()
+
+    def check_that_nothing_may_go(self) -> None:
+        for snapshot in self.model.live():
+            assert snapshot.key or snapshot.pending or self.model.is_pinned(snapshot)
+
+    def spill(self, client: int, least: int, pending: bool) -> None:
+        got = self.caches[client].evict_snapshot_to_tier(least, pending=pending)
+        expected = self.model.spill(client, least, pending)
+        if got is None or expected is None:
+            assert got == expected
+            self.check_that_nothing_may_go()
+            return
+        assert (got.slot, isinstance(got, Spill), got.tokens) == (expected[0], expected[1] > 0, expected[2])
+        if isinstance(got, Spill):
+            assert got.key not in self.tier
+            self.keys[expected[1]] = got.key
+            self.tier[got.key] = self.slots[got.slot]
+
+    def commit_spill(self, client: int, key: int) -> None:
+        assert self.caches[client].commit_snapshot_spill(self.keys[key]) == self.model.commit_spill(client, key)
+
+    def promote(self, client: int, key: int, slot: int, match_index: int = -1) -> None:
+        match, expected = None, None
+        if 0 <= match_index < len(self.matches) and self.matches[match_index][1].client == client:
+            match, expected = self.matches[match_index]
+        answers = self.both(
+            lambda: self.caches[client].promote_snapshot(self.keys[key], slot, match=match),
+            lambda: self.model.promote(client, key, slot, expected),
+        )
+        if answers is not None:
+            assert answers[0] == answers[1]
+            if answers[0]:
+                self.slots[slot] = self.tier[self.keys[key]]
+            if match is not None and expected is not None:
+                self.compare_anchor(match, expected)
+
+    def forget(self, client: int, key: int) -> None:
+        assert self.caches[client].forget_snapshot_tier_key(self.keys[key]) == self.model.forget(client, key)
+
+    # Slots and all at once
+
+    def allocate(self, client: int, evict: bool, finish: bool) -> None:
+        answers = self.both(
+            lambda: self.caches[client].allocate_snapshot_slot(evict=evict, finish=finish),
+            lambda: self.model.allocate(client, evict, finish),
+        )
+        assert answers is None or answers[0] == answers[1]
+
+    def free(self, client: int, slot: int) -> None:
+        self.both(lambda: self.caches[client].free_snapshot_slot(slot), lambda: self.model.free(client, slot))
+
+    def clear(self, client: int) -> None:
+        got, expected = self.caches[client].clear(), self.model.clear()
+        assert kv.pairs(got) == expected
+        assert sorted(got.snapshot_slots.tolist()) == sorted(self.model.drop_hidden())
+
+    def reopen(self, client: int) -> None:
+        super().reopen(client)
+        self.pendings = [(p, snapshot) for p, snapshot in self.pendings if snapshot.client != client]
+
+    def drain(self) -> None:
+        """Nothing is held any more: every slot can be had."""
+        super().drain()
+        managed = self.index.snapshot_slots
+        while self.model.victim()[0]:
+            self.evict_snapshot(0)
+            self.check()
+        self.reopen(0)
+        for _ in range(managed):
+            self.allocate(0, False, False)
+        assert set(self.model.owners) == set(range(managed))
+        assert all(snapshot.key for snapshot in self.model.live())
+
+
+# --- hypothesis -----------------------------------------------------------------------------------------------------
+
+CLIENT, BOOL = kv.CLIENT, st.booleans()
+SESSION = st.integers(0, 3)
+LIMIT = st.none() | st.integers(0, 12)
+SIZES = st.builds(kv.Sizes, st.integers(1, 3), st.integers(3, 20), st.integers(2, 12), st.integers(1, 4))
+INDEX = st.builds(
+    lambda table, slots, *rest: Sizes(table, min(table, slots), *rest),
+    st.integers(1, 6),
+    st.sampled_from([0, 0, 1, 2, 3, 4]),
+    st.integers(0, 3),
+    st.sampled_from(["session", "chain"]),
+    st.sampled_from([0.0, 0.5, 1.0, 8.0]),
+)
+
+
+class HybridMachine(RuleBasedStateMachine):
+    pair: HybridPair
+
+    @initialize(sizes=SIZES, index=INDEX)
+    def start(self, sizes: kv.Sizes, index: Sizes) -> None:
+        self.pair = HybridPair(sizes, index)
+
+    def request(self, data: st.DataObject) -> Request:
+        return data.draw(kv.requests(self.pair.sizes.block_size))
+
+    def slot(self, data: st.DataObject, client: int) -> int:
+        """Most often one that the worker may use."""
+        model, count = self.pair.model, self.pair.index.snapshot_slots or OWN_SLOTS
+        usable = [slot for slot in range(count) if model.may_use(client, slot)]
+        return data.draw(st.sampled_from(usable * 4 + list(range(count + 1))))
+
+    def save_of(self, data: st.DataObject, client: int) -> Save:
+        request = self.request(data)
+        depth = data.draw(st.integers(1, len(request.tokens)))
+        kind = data.draw(st.sampled_from(SAVED))
+        return Save(request, depth, self.slot(data, client), kind, data.draw(SESSION))
+
+    def index_of(self, data: st.DataObject, items: list[Any]) -> int:
+        return data.draw(st.integers(0, len(items) - 1))
+
+    def has_matches(self) -> bool:
+        return bool(self.pair.matches)
+
+    def has_pendings(self) -> bool:
+        return bool(self.pair.pendings)
+
+    def has_keys(self) -> bool:
+        return bool(self.pair.keys)
+
+    def is_managed(self) -> bool:
+        return self.pair.index.snapshot_slots > 0
+
+    @rule(client=CLIENT, data=st.data(), session=SESSION, limit=LIMIT, require=BOOL, hermetic=BOOL)
+    def find(
+        self, client: int, data: st.DataObject, session: int, limit: int | None, require: bool, hermetic: bool
+    ) -> None:
+        self.pair.find(client, self.request(data), session, limit, require, hermetic)
+
+    @rule(client=CLIENT, data=st.data(), table=kv.TABLES)
+    def insert(self, client: int, data: st.DataObject, table: kv.Table) -> None:
+        self.pair.insert(client, self.request(data), table)
+
+    @rule(client=CLIENT, data=st.data())
+    def save(self, client: int, data: st.DataObject) -> None:
+        index = self.index_of(data, self.pair.matches) if self.has_matches() and data.draw(BOOL) else -1
+        self.pair.save(client, self.save_of(data, client), index)
+
+    @rule(client=CLIENT, data=st.data(), table=kv.TABLES)
+    def insert_with_snapshot(self, client: int, data: st.DataObject, table: kv.Table) -> None:
+        self.pair.insert_with_snapshot(client, self.save_of(data, client), table)
+
+    @rule(client=CLIENT, data=st.data())
+    def reserve(self, client: int, data: st.DataObject) -> None:
+        self.pair.reserve(client, self.save_of(data, client))
+
+    @precondition(has_pendings)
+    @rule(data=st.data(), wanted=BOOL)
+    def finish(self, data: st.DataObject, wanted: bool) -> None:
+        index = self.index_of(data, self.pair.pendings)
+        if wanted:
+            self.pair.commit(index)
+        else:
+            self.pair.abort(index)
+
+    @precondition(has_matches)
+    @rule(data=st.data())
+    def release_match(self, data: st.DataObject) -> None:
+        self.pair.release_match(self.index_of(data, self.pair.matches))
+
+    @rule(client=CLIENT, data=st.data())
+    def release(self, client: int, data: st.DataObject) -> None:
+        self.pair.release(client, self.request(data))
+
+    @rule(client=CLIENT, count=st.integers(0, 3))
+    def evict(self, client: int, count: int) -> None:
+        self.pair.evict(client, count)
+
+    @rule(client=CLIENT)
+    def evict_snapshot(self, client: int) -> None:
+        self.pair.evict_snapshot(client)
+
+    @rule(client=CLIENT, least=st.integers(0, 3), pending=BOOL)
+    def spill(self, client: int, least: int, pending: bool) -> None:
+        self.pair.spill(client, least, pending)
+
+    @precondition(has_keys)
+    @rule(client=CLIENT, data=st.data(), what=st.sampled_from(["commit", "promote", "forget"]))
+    def use_key(self, client: int, data: st.DataObject, what: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.pair.keys)[-4:]))
+        if what == "commit":
+            self.pair.commit_spill(client, key)
+        elif what == "forget":
+            self.pair.forget(client, key)
+        else:
+            index = self.index_of(data, self.pair.matches) if self.has_matches() and data.draw(BOOL) else -1
+            self.pair.promote(client, key, self.slot(data, client), index)
+
+    @precondition(is_managed)
+    @rule(client=CLIENT, evict=BOOL, finish=BOOL)
+    def allocate(self, client: int, evict: bool, finish: bool) -> None:
+        self.pair.allocate(client, evict, finish)
+
+    @precondition(is_managed)
+    @rule(client=CLIENT, data=st.data())
+    def free(self, client: int, data: st.DataObject) -> None:
+        self.pair.free(client, self.slot(data, client))
+
+    @rule(client=CLIENT)
+    def clear(self, client: int) -> None:
+        self.pair.clear(client)
+
+    @rule(client=CLIENT)
+    def reopen(self, client: int) -> None:
+        self.pair.reopen(client)
+
+    @invariant()
+    def check(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.end()
+
+
+TestHybridMachine = HybridMachine.TestCase
+HybridMachine.TestCase.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+# --- long walks -----------------------------------------------------------------------------------------------------
+
+CALLS = ["find"] * 30 + ["insert"] * 20 + ["save"] * 30 + ["insert_with_snapshot"] * 6 + ["reserve"] * 10
+CALLS += ["finish"] * 14 + ["release_match"] * 40 + ["release"] * 30 + ["evict"] * 8 + ["evict_snapshot"] * 6
+CALLS += ["spill"] * 12 + ["use_key"] * 24 + ["allocate"] * 30 + ["free"] * 4 + ["reopen", "clear"]
+
+
+class HybridWalk(kv.Walk):
+    """A long random sequence of calls on one pair, the same for the same seed."""
+
+    pair: HybridPair
+
+    def slot(self, client: int) -> int:
+        count = self.pair.index.snapshot_slots or OWN_SLOTS
+        usable = [slot for slot in range(count) if self.pair.model.may_use(client, slot)]
+        return self.pick.choice(usable) if usable and self.pick.random() < 0.9 else self.pick.randrange(count + 1)
+
+    def save_of(self, client: int, request: Request) -> Save:
+        kind = self.pick.choices(SAVED, [6, 3, 2, 2])[0]
+        depth = self.pick.choice([len(request.tokens), self.pick.randint(1, len(request.tokens))])
+        return Save(request, depth, self.slot(client), kind, self.pick.choice([0, 1, 1, 2, 3]))
+
+    def match_index(self) -> int:
+        matches = self.pair.matches
+        return self.pick.randrange(len(matches)) if matches and self.pick.random() < 0.4 else -1
+
+    def use_key(self, client: int) -> None:
+        pair, key = self.pair, self.pick.choice(sorted(self.pair.keys)[-5:])
+        match self.pick.choice(["commit", "promote", "promote", "forget"]):
+            case "commit":
+                pair.commit_spill(client, key)
+            case "forget":
+                pair.forget(client, key)
+            case "promote":
+                named = [i for i, (_, m) in enumerate(pair.matches) if pair.model.anchors[m].key == key]
+                index = self.pick.choice(named) if named and self.pick.random() < 0.7 else self.match_index()
+                pair.promote(client, key, self.slot(client), index)
+
+    def step(self) -> None:
+        pair, (client, request) = self.pair, self.client_and_request()
+        pair.matches = [(match, old) for match, old in pair.matches if not old.released]
+        pair.pinned = {match: pin for match, pin in pair.pinned.items() if not match.released}
+        table = kv.Table(100 * self.pick.randrange(3), None)
+        match self.pick.choice(CALLS):
+            case "find":
+                limit = self.pick.choice([None, None, self.pick.randrange(len(request.tokens) + 1)])
+                flags = self.pick.random() < 0.2, self.pick.random() < 0.1
+                pair.find(client, request, self.pick.choice([0, 1, 1, 2, 3]), limit, *flags)
+            case "insert":
+                pair.insert(client, request, table)
+                self.owed.append((client, request))
+            case "save":
+                pair.save(client, self.save_of(client, request), self.match_index())
+            case "insert_with_snapshot":
+                pair.insert_with_snapshot(client, self.save_of(client, request), table)
+            case "reserve":
+                pair.reserve(client, self.save_of(client, request))
+            case "finish" if pair.pendings:
+                index = self.pick.randrange(len(pair.pendings))
+                (pair.commit if self.pick.random() < 0.7 else pair.abort)(index)
+            case "release_match" if pair.matches:
+                pair.release_match(self.pick.randrange(len(pair.matches)))
+            case "release":
+                if self.owed and self.pick.random() < 0.8:
+                    client, request = self.owed.pop(self.pick.randrange(len(self.owed)))
+                pair.release(client, request)
+            case "evict":
+                pair.evict(client, self.pick.randrange(3))
+            case "spill":
+                pair.spill(client, self.pick.randrange(3), self.pick.random() < 0.4)
+            case "use_key" if pair.keys:
+                self.use_key(client)
+            case "allocate" if pair.index.snapshot_slots:
+                pair.allocate(client, self.pick.random() < 0.5, self.pick.random() < 0.2)
+            case "free" if pair.index.snapshot_slots:
+                pair.free(client, self.slot(client))
+            case "evict_snapshot" | "reopen" | "clear" as name:
+                getattr(pair, name)(client)
+
+
+@pytest.mark.parametrize("retention", ["session", "chain"])
+@pytest.mark.parametrize(
+    ("seed", "sizes", "index"),
+    [
+        (1, kv.Sizes(2, 60, 40, 4), (12, 0, 4, 0.5)),
+        (2, kv.Sizes(3, 60, 40, 4), (8, 5, 2, 0.0)),
+        (3, kv.Sizes(1, 40, 20, 4), (3, 3, 1, 8.0)),
+        (4, kv.Sizes(2, 60, 40, 4), (30, 20, 10, 1.0)),
+        (5, kv.Sizes(2, 20, 6, 2), (2, 0, 64, 0.0)),
+    ],
+    ids=["own slots", "managed", "tight", "large", "tiny"],
+)
+def test_a_random_walk_over_both_halves_agrees_with_the_model(
+    retention: str, seed: int, sizes: kv.Sizes, index: tuple[int, int, int, float]
+) -> None:
+    pair = HybridPair(sizes, Sizes(*index[:3], retention, index[3]))
+    try:
+        walk = HybridWalk(pair, seed)
+        for _ in range(3000):
+            walk.step()
+            pair.check()
+        pair.drain()
+        done = [
+            pair.model.tally[name] for name in ("snapshot_saves", "snapshot_hits", "tier_spills", "snapshot_evictions")
+        ]
+        assert min(done) > 10
+    finally:
+        pair.end()
