@@ -38,11 +38,19 @@ class Save(NamedTuple):
         return self.request.identity() | {"block_keys": None if keys is None else keys[:blocks]}
 
 
+class State(NamedTuple):
+    """What stands for a state's bytes."""
+
+    prefix: Prefix
+    kind: str
+    session: int
+
+
 class Pinned(NamedTuple):
     """What is in the slot that a match has."""
 
     slot: int
-    content: Prefix
+    state: State
 
 
 class HybridPair(kv.Pair):
@@ -61,8 +69,8 @@ class HybridPair(kv.Pair):
         self.matches: list[tuple[PrefixMatch, Match]] = []
         self.pendings: list[tuple[PendingSnapshot, Snapshot]] = []
         self.keys: dict[int, int] = {}  # real ones by the model's
-        self.slots: dict[int, Prefix] = {}
-        self.tier: dict[int, Prefix] = {}
+        self.slots: dict[int, State] = {}
+        self.tier: dict[int, State] = {}
         self.pinned: dict[Match, Pinned] = {}
 
     def check(self) -> None:
@@ -83,7 +91,7 @@ class HybridPair(kv.Pair):
         assert not owned & set(taken) - set(pending)
         for match, pin in self.pinned.items():
             if match.lease in self.model.pins:
-                assert self.slots[pin.slot] == pin.content
+                assert self.slots[pin.slot] == pin.state
 
     def check_tails(self) -> None:
         views = self.watcher._segment.views
@@ -114,7 +122,7 @@ class HybridPair(kv.Pair):
         assert (match.partial_block, match.partial_tokens) == (expected.partial or (None, 0))
         self.compare_anchor(match, expected)
         assert match.restorable == self.model.restorable(expected)
-        self.check_state(match, request, session)
+        self.check_state(match, request, session, hermetic)
         if match.snapshot_slot is not None:
             self.pinned[expected] = Pinned(match.snapshot_slot, self.slots[match.snapshot_slot])
 
@@ -125,18 +133,19 @@ class HybridPair(kv.Pair):
         assert (match.snapshot_tier_key, match.snapshot_tier_tokens) == (key, anchor.tier_tokens)
         assert (match.snapshot_is_tail, match.no_snapshot) == (anchor.is_tail, anchor.reason)
 
-    def check_state(self, match: PrefixMatch, request: Request, session: int) -> None:
+    def check_state(self, match: PrefixMatch, request: Request, session: int, hermetic: bool) -> None:
         """Whatever the model says: the bytes that a match names are of the prompt, and it may use them."""
         if match.snapshot_slot is not None:
-            content, depth = self.slots[match.snapshot_slot], match.snapshot_tokens
+            state, depth = self.slots[match.snapshot_slot], match.snapshot_tokens
         elif match.snapshot_tier_key is not None:
-            content, depth = self.tier[match.snapshot_tier_key], match.snapshot_tier_tokens
+            state, depth = self.tier[match.snapshot_tier_key], match.snapshot_tier_tokens
         else:
             return
-        assert content == prefix_of(request, depth, self.sizes.block_size)
+        assert state.prefix == prefix_of(request, depth, self.sizes.block_size)
         assert depth <= match.matched_tokens
-        if match.snapshot_is_tail:
-            assert session != 0
+        assert match.snapshot_is_tail == (state.kind == "tail")
+        if hermetic or state.kind == "tail":
+            assert session == state.session != 0
 
     def lookup(self, client: int, request: Request) -> None:
         self.find(client, request, 0, None, False, False)
@@ -174,7 +183,7 @@ class HybridPair(kv.Pair):
         if answers is not None:
             assert sorted(answers[0]) == sorted(answers[1])
             if not is_stale:
-                self.slots[slot] = self.content(save)
+                self.slots[slot] = self.state(save)
 
     def insert_with_snapshot(self, client: int, save: Save, table: kv.Table) -> None:
         """Both halves in one call; nothing of either where it is refused."""
@@ -205,10 +214,10 @@ class HybridPair(kv.Pair):
         (freed, got), (expected_freed, expected) = answers
         assert sorted(freed) == sorted(expected_freed)
         assert (got.blocks.tolist(), got.inserted_tokens) == (expected.blocks, expected.tokens)
-        self.slots[save.slot] = self.content(save)
+        self.slots[save.slot] = self.state(save._replace(kind="finish" if is_finish else "plain"))
 
-    def content(self, save: Save) -> Prefix:
-        return prefix_of(save.request, save.depth, self.sizes.block_size)
+    def state(self, save: Save) -> State:
+        return State(prefix_of(save.request, save.depth, self.sizes.block_size), save.kind, save.session)
 
     def match_of(self, client: int, save: Save, index: int) -> tuple[PrefixMatch | None, Match | None]:
         """A match of this worker in the save's namespace, if the indexed one is."""
@@ -230,7 +239,7 @@ class HybridPair(kv.Pair):
             pending, expected = answers
             assert expected is not None
             self.pendings.append((pending, expected))
-            self.slots[save.slot] = self.content(save)
+            self.slots[save.slot] = self.state(save)
 
     def commit(self, index: int) -> None:
         pending, expected = self.pendings.pop(index)
