@@ -11,7 +11,7 @@ import pytest
 from shmradix import RadixCache, errors
 from shmradix.results import Drop, Spill
 from tests.conftest import fresh_name, remove_all
-from tests.test_snapshots import CacheFactory, anchor, cache_with, save_as
+from tests.snapshot_steps import CacheFactory, anchor, cache_with, save_as
 
 Call = Callable[[RadixCache], Any]
 

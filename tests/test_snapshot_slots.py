@@ -9,7 +9,7 @@ import pytest
 
 from shmradix import RadixCache, errors
 from shmradix.results import Drop, Spill
-from tests.test_snapshots import CacheFactory, anchor, cache_with
+from tests.snapshot_steps import CacheFactory, anchor, cache_with
 
 
 def in_index(cache: RadixCache) -> dict[int, int]:
