@@ -231,6 +231,10 @@ class RadixCache(SnapshotMethods):
         ids = as_tokens(tokens)
         namespace = self._namespace(adapter_id, salt)
         keys = as_block_keys(block_keys, ids, self.block_size)
+        gate = as_session(session), bool(hermetic)
+        limit = len(ids) if max_snapshot_tokens is None else as_count("max_snapshot_tokens", max_snapshot_tokens)
+        if require_snapshot:
+            self._entries()
         rows = np.empty((2, len(ids) // self.block_size), np.uint32)
         worker = self._worker
         answer = worker.run(worker.entries.lookup, namespace, ids, keys, rows)
@@ -244,8 +248,8 @@ class RadixCache(SnapshotMethods):
             self, namespace, rows, depth, self.block_size, lease, born,
             block if agree else None, agree, epoch,
         )  # fmt: skip
-        if worker.snapshots is not None or require_snapshot:
-            self._find_snapshot(match, ids, keys, session, max_snapshot_tokens, require_snapshot, hermetic)
+        if worker.snapshots is not None:
+            self._find_snapshot(match, ids, keys, min(limit, match.matched_tokens), gate, require_snapshot)
         return match
 
     def _find_snapshot(
@@ -253,18 +257,12 @@ class RadixCache(SnapshotMethods):
         match: PrefixMatch,
         ids: np.ndarray,
         keys: np.ndarray,
-        session: int,
-        max_snapshot_tokens: int | None,
+        limit: int,
+        gate: tuple[int, bool],
         require_snapshot: bool,
-        hermetic: bool,
     ) -> None:
         """The snapshot half of a lookup; gives the lease back where it fails."""
         try:
-            self._entries()  # or say that there is no index
-            gate = as_session(session), bool(hermetic)
-            limit = match.matched_tokens
-            if max_snapshot_tokens is not None:
-                limit = min(limit, as_count("max_snapshot_tokens", max_snapshot_tokens))
             if match.matched_tokens:
                 self._resume(match, ids, keys, limit, gate)
             if require_snapshot:
@@ -478,6 +476,7 @@ class RadixCache(SnapshotMethods):
         if match.released:
             return
         worker, anchor = self._worker, match._anchor
+        self._pins.pop((match._lease, match._born), None)
         bad = bool(anchor.pin) and worker.call(self._entries().unpin, anchor.pin, anchor.born)[0]
         match._anchor = anchor._replace(pin=0)
         if bad or (match._lease and worker.call(worker.entries.release, match._lease, match._born)[0]):
@@ -499,7 +498,14 @@ class RadixCache(SnapshotMethods):
         namespace = self._namespace(adapter_id, salt)
         keys = as_block_keys(block_keys, ids, self.block_size)
         bounds = low, high, int(by_tokens)
-        return not self._worker.run(self._worker.entries.release_path, namespace, ids, keys, *bounds)[0]
+        return bool(self._worker.locked(self._drop_path, namespace, ids, keys, *bounds))
+
+    def _drop_path(self, *path: Any) -> bool:
+        status, _, lease, born = self._worker.call(self._worker.entries.release_path, *path)
+        pin = self._pins.pop((lease, born), None)
+        if pin is not None:
+            self._worker.call(self._entries().unpin, *pin)
+        return not status
 
     def _evict(self, limit: int, latest: int, reap: bool) -> EvictedBlocks:
         """Take out up to `limit` blocks last used until `latest`; blocks of a call that was cut short come first."""

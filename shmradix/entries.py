@@ -135,22 +135,24 @@ def shorten(handle, tag, now, lease, born, depth):
     return _end(seg, status)
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _ids, _keys, int64, int64, int64))
+@entry(UniTuple(int64, 4)(int64, int64, int64, _keys, _ids, _keys, int64, int64, int64))
 def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, deepest, by_tokens):
-    """(status, wake): drop this worker's deepest lease on the path, its depth in blocks within the bounds.
+    """(status, wake, lease, its birth): drop this worker's deepest lease on the path, its depth within the bounds.
 
     Of equally deep ones, what an insert `by_tokens` took, or, if that is 0, what a lookup took.
     """
     seg = open_views(handle)
     if not _begin(seg, tag, now):
-        return BUSY, 0
+        return BUSY, 0, 0, 0
     status = OK
     lease = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, by_tokens != 0, False)
+    born = seg.leases["born"][lease]
     if lease != 0:
         leases.drop_lease(seg, lease)
     else:
         status = NOT_HELD
-    return _end(seg, status)
+    status, wake = _end(seg, status)
+    return status, wake, np.int64(lease), born
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64, _rows, _counts))

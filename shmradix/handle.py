@@ -22,6 +22,7 @@ class Handle:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._namespaces: dict[tuple[int, bytes], np.ndarray] = {}
+        self._pins: dict[tuple[int, int], tuple[int, int]] = {}  # a match's pin by its lease, for a release by tokens
         self.name = segment.name
         self.block_size = segment.geometry.block_size
         self.max_blocks = segment.geometry.max_blocks

@@ -6,7 +6,8 @@ while anything else may go, for `tail_lease` evictions since that session last l
 
 *chain*: every snapshot belongs to the conversation of its deepest ancestor, the snapshot of a prefix of its tokens.
 What one snapshot continues is history and goes first, then finish leaves, then, least recently used first, what
-nothing continues and what several continue. No session is needed.
+nothing continues and what several continue. A finish leaf continues nothing until something continues it: the next
+prompt often has the answer in other tokens, and resumes from before it. No session is needed.
 
 Before all of them go those that were displaced or hidden by a clear() while a match had them.
 """
@@ -22,6 +23,7 @@ from shmradix.snapshots import (
     is_resident,
     is_tail_leased,
     pins_used,
+    same_namespace,
     snapshots_used,
 )
 
@@ -110,22 +112,37 @@ def victim_by_session(seg, marks, sessions):
 
 @kernel
 def _class_of(seg, at, children):
-    if children[at] == 1 and not seg.snapshots["flags"][at] & BRANCH:
+    continuing = children[at, 0] - children[at, 1]
+    if continuing == 1 and not seg.snapshots["flags"][at] & BRANCH:
         return HISTORY
-    if children[at] == 0 and seg.snapshots["flags"][at] & LEAF:
+    if continuing == 0 and seg.snapshots["flags"][at] & LEAF:
         return FINISH
     return FRONTIER
 
 
 @kernel
+def _has_parent(seg, at):
+    record, parent = seg.snapshots, np.int64(seg.snapshots["parent"][at])
+    if not is_committed(seg, at) or parent == 0 or parent >= len(record):
+        return False
+    return record["born"][parent] == record["parent_born"][at]
+
+
+@kernel
 def victim_by_chain(seg, marks, children):
-    """(the snapshot that goes first by the chain policy, or 0; its class). `children` is int64[snapshots], scratch."""
+    """(the snapshot that goes first by the chain policy, or 0; its class).
+
+    `children` is int64[n, 2], n more than the snapshots: scratch for how many continue each, and how many of those are
+    finish leaves that nothing continues.
+    """
     record, mark = seg.snapshots, snapshots_used(seg)
     children[:] = 0
     for at in range(1, mark):
-        parent = np.int64(record["parent"][at])
-        if is_committed(seg, at) and parent < len(record) and record["born"][parent] == record["parent_born"][at]:
-            children[parent] += 1
+        if _has_parent(seg, at):
+            children[np.int64(record["parent"][at]), 0] += 1
+    for at in range(1, mark):
+        if _has_parent(seg, at) and record["flags"][at] & LEAF and children[at, 0] == 0:
+            children[np.int64(record["parent"][at]), 1] += 1
     best, best_class = 0, FRONTIER
     for at in range(1, mark):
         if not _may_go(seg, at, marks):
@@ -139,32 +156,40 @@ def victim_by_chain(seg, marks, children):
 
 @kernel
 def victim(seg, marks, sessions):
-    """(the snapshot to take the slot of, or 0; its class, FRONTIER by the session policy). Both arrays are scratch."""
+    """(the snapshot to take the slot of, or 0; its class, FINISH by the session policy). Both arrays are scratch."""
     mark_pinned(seg, marks)
     hidden = oldest_hidden(seg, marks)
     if hidden != 0:
         return hidden, HIDDEN_CLASS
     if seg.retention == 0:
-        return victim_by_session(seg, marks, sessions), FRONTIER
-    return victim_by_chain(seg, marks, sessions[:, 0])
+        return victim_by_session(seg, marks, sessions), FINISH
+    return victim_by_chain(seg, marks, sessions)
+
+
+@kernel
+def _is_own_tail(seg, at, other):
+    """Whether `at` is a sibling, and `other` the tail of its session, which is deeper."""
+    record = seg.snapshots
+    if not record["flags"][at] & SIBLING or not record["flags"][other] & TAIL:
+        return False
+    if record["session"][other] != record["session"][at] or not same_namespace(seg, at, other):
+        return False
+    return record["token_count"][other] > record["token_count"][at]
 
 
 @kernel
 def adopt(seg, at, parent):
     """Let a new snapshot continue `parent`, the deepest there is of a prefix of its tokens, or 0."""
     record = seg.snapshots
-    if parent == 0:
-        return
     for other in range(1, snapshots_used(seg)):
         continues = record["parent"][other] == parent and record["parent_born"][other] == record["born"][parent]
         if other == at or not continues or not is_committed(seg, other):
             continue
-        is_own_tail = record["flags"][at] & SIBLING and record["flags"][other] & TAIL
-        if is_own_tail and record["session"][other] == record["session"][at]:  # saved before what it continues
+        if _is_own_tail(seg, at, other):  # saved before what it continues
             record["parent_born"][other] = 0
             record["parent"][other] = at
             record["parent_born"][other] = record["born"][at]
-        else:
+        elif parent != 0 and not (record["flags"][at] | record["flags"][other]) & LEAF:
             record["flags"][parent] |= np.uint32(BRANCH)
     record["parent_born"][at] = 0
     record["parent"][at] = parent

@@ -3,14 +3,15 @@
 docs/snapshots.md tells what an engine calls when.
 """
 
+import contextlib
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmradix.errors import LeaseError, LeasesFull, SlotError, SlotsFull, SnapshotsFull
+from shmradix.errors import CacheClosed, LeaseError, LeasesFull, SlotError, SlotsFull, SnapshotsFull
 from shmradix.handle import Handle
-from shmradix.inputs import Ids, as_block_keys, as_count, as_session, as_tokens
+from shmradix.inputs import BASE_NAMESPACE, Ids, as_block_keys, as_count, as_session, as_tokens
 from shmradix.layout import LEAF, RETENTIONS, SIBLING, TAIL
 from shmradix.prefix_hash import prefix_hashes
 from shmradix.results import Anchor, Drop, PrefixMatch, Spill
@@ -195,7 +196,7 @@ class SnapshotMethods(Handle):
         """
         key, slot = as_count("key", key, _U64), as_count("slot", slot, _U32)
         if match is not None:
-            self._namespace_of(match, match._namespace)
+            self._namespace_of(match, BASE_NAMESPACE)
             if match.snapshot_tier_key != key:
                 raise ValueError(f"key={key} is not that of match={match!r}, which is {match.snapshot_tier_key}")
         status = self._worker.locked(self._promote, key, slot, match)
@@ -212,6 +213,7 @@ class SnapshotMethods(Handle):
         if match is not None and not status:
             old = match._anchor
             match._anchor = Anchor(slot=slot, tokens=old.tier_tokens, is_tail=old.is_tail, pin=pin, born=born)
+            self._pins[match._lease, match._born] = pin, born
         return status
 
     def forget_snapshot_tier_key(self, key: int) -> bool:
@@ -308,7 +310,7 @@ class SnapshotMethods(Handle):
     ) -> None:
         """Find and pin the deepest snapshot within `limit` tokens, for the match."""
         entries, namespace = self._entries(), match._namespace
-        match._prompt = ids, keys, gate
+        match._prompt = ids.copy(), keys.copy(), gate  # they may be the caller's own arrays
         depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
         if depth:
@@ -331,6 +333,7 @@ class SnapshotMethods(Handle):
             match._anchor = Anchor(None, 0, key & _U64, depth, is_tail)
         else:
             match._anchor = Anchor(slot, depth, None, 0, is_tail, "", pin, born)
+            self._pins[match._lease, match._born] = pin, born
 
     def _restorable(self, match: PrefixMatch) -> list[int]:
         """The depths, rising, at which the match's prompt could resume now."""
@@ -381,7 +384,8 @@ class SnapshotMethods(Handle):
         return [slot] if status == STALE else self._handed_back(out, counts)
 
     def _abort_pending(self, at: int, born: int) -> None:
-        self._worker.run(self._entries().abort, at, born)
+        with contextlib.suppress(CacheClosed):  # which took it along
+            self._worker.run(self._entries().abort, at, born)
 
     def _handed_back(self, out: np.ndarray, counts: np.ndarray) -> list[int]:
         slots: list[int] = out[: counts[0]].tolist()

@@ -22,7 +22,18 @@ from shmradix import layout
 from shmradix.atomics import store_release
 from shmradix.compile import kernel
 from shmradix.hashing import mix
-from shmradix.layout import COUNTERS, HIDDEN, PENDING, SIBLING, SNAPSHOT, SNAPSHOT_STATE, TAIL, word_of
+from shmradix.layout import (
+    BRANCH,
+    COUNTERS,
+    HIDDEN,
+    LEAF,
+    PENDING,
+    SIBLING,
+    SNAPSHOT,
+    SNAPSHOT_STATE,
+    TAIL,
+    word_of,
+)
 from shmradix.snapshot_views import PIN_WORDS, SLOT_WORDS, SNAPSHOT_WORDS, used
 from shmradix.status import NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SNAPSHOTS_FULL, STALE
 from shmradix.views import FAULT, SLOT
@@ -33,6 +44,7 @@ SAVES, EVICTIONS, SPILLS, FAULT_INS, REAPS = (
 )
 _PROBES = 8  # records of the sessions' table that one session may be in
 _RESIDENT = np.uint64(0)  # a tier key
+_NOT_LEAF = np.uint32(0xFFFF_FFFF ^ LEAF)
 _NOT_PENDING = np.uint32(0xFFFF_FFFF ^ PENDING)
 _CLOCK, _FLAGS, _TIER_KEY = word_of(SNAPSHOT_STATE, "clock"), word_of(SNAPSHOT, "flags"), word_of(SNAPSHOT, "tier_key")
 _WORKER = word_of(layout.SLOT, "worker")
@@ -216,15 +228,21 @@ def set_flags(seg, at, flags):
 
 
 @kernel
-def remove(seg, at):
-    """Take the snapshot out; what descends from it descends from its parent now."""
+def _bequeath(seg, at, parent, parent_born):
+    """What continues the snapshot continues `parent` now."""
     record = seg.snapshots
     born = record["born"][at]
     for child in range(1, snapshots_used(seg)):
         if record["parent"][child] == at and record["parent_born"][child] == born:
             record["parent_born"][child] = 0
-            record["parent"][child] = record["parent"][at]
-            record["parent_born"][child] = record["parent_born"][at]
+            record["parent"][child] = parent
+            record["parent_born"][child] = parent_born
+
+
+@kernel
+def remove(seg, at):
+    """Take the snapshot out; what descends from it descends from its parent now."""
+    _bequeath(seg, at, seg.snapshots["parent"][at], seg.snapshots["parent_born"][at])
     store_release(seg.snapshot_words, at * SNAPSHOT_WORDS, 0)
 
 
@@ -232,6 +250,7 @@ def remove(seg, at):
 def displace(seg, at, out, counts):
     """Take the snapshot out and its slot for the caller; if a match has it, hide it: it goes once it is let go."""
     if is_pinned(seg, at):
+        _bequeath(seg, at, seg.snapshots["parent"][at], seg.snapshots["parent_born"][at])
         set_flags(seg, at, seg.snapshots["flags"][at] | np.uint32(HIDDEN))
         return
     slot, had_slot = seg.snapshots["slot"][at], is_resident(seg, at)
@@ -264,10 +283,10 @@ def _free_record(seg):
 def register(seg, namespace, depth, check, low, high, slot, session, kind, epoch):
     """Make a pending snapshot. Returns (status, where it is)."""
     now = seg.tree["epoch"][0]  # once: a clear() may come in between, whose guard is another
-    if epoch >= 0 and epoch != now:
-        return STALE, 0
     if not may_use(seg, slot):
         return SLOT_NOT_HELD, 0
+    if epoch >= 0 and epoch != now:
+        return STALE, 0
     at = _free_record(seg)
     if at == 0:
         return SNAPSHOTS_FULL, 0
@@ -313,12 +332,13 @@ def _sweep(seg, at, out, counts):
         if other == at or record["session"][other] != record["session"][at] or not record["flags"][other] & kinds:
             continue
         is_there = is_committed(seg, other) or (is_current(seg, other) and not is_resident(seg, other))
-        if is_there and _same_namespace(seg, at, other) and counts[0] < len(out):
+        if is_there and same_namespace(seg, at, other) and counts[0] < len(out):
             displace(seg, other, out, counts)
 
 
 @kernel
-def _same_namespace(seg, at, other):
+def same_namespace(seg, at, other):
+    """Whether two snapshots are of one namespace."""
     record = seg.snapshots
     if record["adapter_id"][at] != record["adapter_id"][other]:
         return False
@@ -338,6 +358,10 @@ def commit(seg, at, namespace, out, counts):
     _sweep(seg, at, out, counts)
     same = find(seg, namespace, record["token_count"][at], record["prefix_hash"][at][0], record["prefix_hash"][at][1])
     if same != 0 and counts[0] < len(out):
+        _bequeath(seg, same, at, record["born"][at])
+        record["flags"][at] |= record["flags"][same] & np.uint32(BRANCH)
+        if not record["flags"][same] & LEAF:
+            record["flags"][at] &= _NOT_LEAF
         displace(seg, same, out, counts)
     record["last_use"][at] = tick(seg)
     disown(seg, record["slot"][at])
@@ -410,13 +434,13 @@ def bury(seg, slot, generation):
 
 @kernel
 def _session_record(seg, session):
-    """(whether it is there, the session's record, or the one to use for it: that of the longest ago)."""
+    """(whether it is there, the session's record, or the one to use for it: an unused one, or of the longest ago)."""
     mask = np.uint64(len(seg.sessions) - 1)
     first, oldest = mix(session) & mask, np.uint64(0)
     for i in range(_PROBES):
         at = (first + np.uint64(i)) & mask
-        if seg.sessions["session"][at] == session:
-            return True, at
+        if seg.sessions["session"][at] == session or seg.sessions["session"][at] == np.uint64(0):
+            return seg.sessions["session"][at] == session, at
         if i == 0 or seg.sessions["evictions"][at] < seg.sessions["evictions"][oldest]:
             oldest = at
     return False, oldest
