@@ -13,7 +13,7 @@ from shmradix.guard import SNAPSHOTS
 from shmradix.layout import PENDING
 from shmradix.retention import FRONTIER, HIDDEN_CLASS
 from shmradix.snapshot_views import open_index
-from shmradix.status import BUSY_SNAPSHOTS, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
+from shmradix.status import BUSY_SNAPSHOTS, LEASES_FULL, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
@@ -198,6 +198,9 @@ def promote(handle, tag, now, key, slot, pinned):
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0, 0
     held, born = 0, np.int64(0)
+    if pinned and snapshots.free_pin(seg) == 0:
+        status, wake = _end(seg, LEASES_FULL)
+        return status, wake, 0, 0
     status, at = snapshots.promote(seg, key, slot)
     if status == OK and pinned:
         held, born = snapshots.pin(seg, at)
@@ -260,9 +263,12 @@ def drop_hidden(handle, tag, now, marks, out, counts):
     retention.mark_pinned(seg, marks)
     record = seg.snapshots
     for at in range(1, snapshots.snapshots_used(seg)):
-        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at] or record["flags"][at] & PENDING:
+        is_resident = snapshots.is_resident(seg, at)
+        if record["born"][at] == 0 or snapshots.is_current(seg, at) or marks[at]:
             continue
-        if snapshots.is_resident(seg, at) and len(seg.slots) == 0 and counts[0] < len(out):
+        if record["flags"][at] & PENDING and is_resident:  # a spill under way goes: its spiller won't find it again
+            continue
+        if is_resident and len(seg.slots) == 0 and counts[0] < len(out):
             out[counts[0]] = record["slot"][at]
             counts[0] += 1
         snapshots.remove(seg, at)

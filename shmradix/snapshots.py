@@ -15,7 +15,7 @@ import numpy as np
 from shmradix.atomics import store_release
 from shmradix.compile import kernel
 from shmradix.hashing import mix
-from shmradix.layout import COUNTERS, HIDDEN, PENDING, SIBLING, TAIL
+from shmradix.layout import COUNTERS, HIDDEN, PENDING, SIBLING, SNAPSHOT, TAIL, word_of
 from shmradix.snapshot_views import PIN_WORDS, SNAPSHOT_WORDS, used
 from shmradix.status import NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SNAPSHOTS_FULL, STALE
 from shmradix.views import SLOT
@@ -26,6 +26,7 @@ SAVES, EVICTIONS, SPILLS, FAULT_INS, REAPS = (
 )
 _PROBES = 8  # records of the sessions' table that one session may be in
 _RESIDENT = np.uint64(0)  # a tier key
+_TIER_KEY = word_of(SNAPSHOT, "tier_key")
 _NOT_PENDING = np.uint32(0xFFFF_FFFF ^ PENDING)
 
 
@@ -222,7 +223,7 @@ def _free_record(seg):
     for at in range(1, mark):
         if record["born"][at] == 0:
             return at
-        is_idle = not is_resident(seg, at) and not record["flags"][at] & PENDING
+        is_idle = not is_resident(seg, at) and not (record["flags"][at] & PENDING and is_current(seg, at))
         if is_idle and (coldest == 0 or record["last_use"][at] < record["last_use"][coldest]):
             coldest = at
     if mark < len(record):
@@ -328,18 +329,22 @@ def abort(seg, at):
 
 
 @kernel
+def free_pin(seg):
+    """A pin that nobody has, 0 if there is none left."""
+    mark = pins_used(seg)
+    for at in range(1, mark):
+        if seg.pins["born"][at] == 0:
+            return at
+    return mark if mark < len(seg.pins) else 0
+
+
+@kernel
 def pin(seg, at):
     """Keep the snapshot's slot as it is. Returns the pin, 0 if there is none left, and its birth."""
-    pins, mark, free = seg.pins, pins_used(seg), 0
-    for i in range(1, mark):
-        if pins["born"][i] == 0:
-            free = i
-            break
+    pins, free = seg.pins, free_pin(seg)
     if free == 0:
-        if mark == len(pins):
-            return 0, np.int64(0)
-        seg.state["pins_used"][0] = mark + 1
-        free = mark
+        return 0, np.int64(0)
+    seg.state["pins_used"][0] = max(free + 1, pins_used(seg))
     pins["generation"][free] = seg.workers["generation"][seg.private[SLOT]]
     pins["worker"][free] = seg.private[SLOT] + 1
     pins["snapshot"][free] = at
@@ -463,7 +468,7 @@ def promote(seg, key, slot):
     if not may_use(seg, slot):
         return SLOT_NOT_HELD, 0
     seg.snapshots["slot"][at] = slot
-    seg.snapshots["tier_key"][at] = 0
+    store_release(seg.snapshot_words, at * SNAPSHOT_WORDS + _TIER_KEY, 0)  # no earlier: another may have its old slot
     disown(seg, slot)
     count(seg, FAULT_INS, 1)
     return OK, at
