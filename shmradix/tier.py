@@ -66,7 +66,8 @@ class FileTier:
                 file.write(_HEADER.pack(_MAGIC, len(data), xxhash.xxh3_128_digest(data)))
                 file.write(data)
                 file.flush()
-                os.rename(part, final)
+                with self._one_at_a_time():  # else who makes room may see neither name
+                    os.rename(part, final)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
