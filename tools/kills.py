@@ -2,10 +2,10 @@
 
 Half of the kills are aimed at whoever has a guard. After each hundred all workers are killed, and then every block
 whose insert had returned must be in the tree, unless an eviction cut short may have taken it; every node must hold
-what was noted for its block before the insert, every snapshot's slot or file the state of its prefix; every slot must be
-free or in one snapshot, `verify()` empty, no lease, pin or pending snapshot left. With `--lock` the
-same killer works on a counter under a lock: `guard` is the cache's, `semaphore` and `owner` are broken ones, which must
-hang or corrupt. Exit status 1 means that something was wrong; the lines that begin with WRONG say what.
+what was noted for its block before the insert, every snapshot's slot or file the state of its prefix; every slot must
+be free or in one snapshot, `verify()` empty, and no lease, pin or pending snapshot left. With `--lock` the same killer
+works on a counter under a lock: `guard` is the cache's, `semaphore` and `owner` are broken ones, which must hang or
+corrupt. Exit status 1 means that something was wrong; the lines that begin with WRONG say what.
 """
 
 from __future__ import annotations
