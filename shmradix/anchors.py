@@ -98,10 +98,11 @@ def all_within(seg, namespace, tokens, limit, session, hermetic, out):
     """All snapshots within `limit` that may be of a prefix, as (depth, snapshot) in no order; how many there are."""
     record, count_ = seg.snapshots, 0
     for at in range(1, snapshots_used(seg)):
-        if np.int64(record["token_count"][at]) > limit or not is_committed(seg, at) or count_ == len(out):
+        depth = np.int64(record["token_count"][at])  # read once: a record may change while this looks at it
+        if depth > limit or not is_committed(seg, at) or count_ == len(out):
             continue
         if is_open_to(seg, at, session, hermetic) and _seems_prefix(seg, at, namespace, tokens):
-            out[count_, 0], out[count_, 1] = record["token_count"][at], at
+            out[count_, 0], out[count_, 1] = depth, at
             count_ += 1
     return count_
 

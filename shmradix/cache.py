@@ -477,9 +477,10 @@ class RadixCache(SnapshotMethods):
             return
         worker, anchor = self._worker, match._anchor
         self._pins.pop((match._lease, match._born), None)
-        bad = bool(anchor.pin) and worker.call(self._entries().unpin, anchor.pin, anchor.born)[0]
+        bad = bool(anchor.pin) and bool(worker.call(self._entries().unpin, anchor.pin, anchor.born)[0])
         match._anchor = anchor._replace(pin=0)
-        if bad or (match._lease and worker.call(worker.entries.release, match._lease, match._born)[0]):
+        bad |= bool(match._lease) and bool(worker.call(worker.entries.release, match._lease, match._born)[0])
+        if bad:
             raise LeaseError(
                 f"the lease of {match!r} is not this worker's: only the process that took it can release it"
             )

@@ -13,7 +13,7 @@ from shmradix.guard import SNAPSHOTS
 from shmradix.layout import PENDING
 from shmradix.retention import FRONTIER, HIDDEN_CLASS
 from shmradix.snapshot_views import copy_index, open_index
-from shmradix.status import BUSY_SNAPSHOTS, CORRUPT, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
+from shmradix.status import BUSY_SNAPSHOTS, CORRUPT, LEASES_FULL, NOT_FOUND, NOT_HELD, OK, SLOT_NOT_HELD, SLOTS_FULL
 from shmradix.views import FAULT
 
 _ids = Array(uint32, 1, "C", readonly=True)
@@ -201,6 +201,9 @@ def promote(handle, tag, now, key, slot, pinned):
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0, 0
     held, born = 0, np.int64(0)
+    if pinned and snapshots.free_pin(seg) == 0:
+        status, wake = _end(seg, LEASES_FULL)
+        return status, wake, 0, 0
     status, at = snapshots.promote(seg, key, slot)
     if status == OK and pinned:
         held, born = snapshots.pin(seg, at)
@@ -268,7 +271,7 @@ def drop_hidden(handle, tag, now, marks, out, counts):
             continue
         slot, had_slot = record["slot"][at], snapshots.is_resident(seg, at)
         if had_slot and record["flags"][at] & PENDING:
-            continue  # its worker is told at the commit
+            continue  # its worker is told at the commit; a spill under way goes: its spiller won't find it again
         snapshots.remove(seg, at)
         if had_slot and len(seg.slots) == 0 and counts[0] < len(out) and snapshots.take_slot(seg, slot):
             out[counts[0]] = slot

@@ -192,7 +192,8 @@ class SnapshotMethods(Handle):
         """Say that the spilled snapshot's bytes are in `slot` again. False where it is gone: the slot is the caller's.
 
         With the `match` that named the key, the slot is pinned by it from then on, and is its `snapshot_slot`.
-        Raises SlotError where the slot is in the index, or not this worker's, and LeaseError for a released match.
+        Raises SlotError where the slot is in the index, or not this worker's, LeaseError for a released match, and
+        LeasesFull where no pin is left.
         """
         key, slot = as_count("key", key, _U64), as_count("slot", slot, _U32)
         if match is not None:
@@ -202,14 +203,18 @@ class SnapshotMethods(Handle):
         status = self._worker.locked(self._promote, key, slot, match)
         if status == SLOT_NOT_HELD:
             raise self._slot_error(slot)
+        if status == LEASES_FULL:
+            raise self._pins_full()
         return not status
 
     def _promote(self, key: int, slot: int, match: PrefixMatch | None) -> int:
         """Promote and let the match have the pin, with no other thread's release of it in between."""
         if match is not None and match.released:
             raise LeaseError(f"match={match!r} was released: look the prompt up again")
-        entry = self._entries().promote
-        status, _, pin, born = self._worker.call(entry, key, slot, int(match is not None))
+        arguments = self._entries().promote, key, slot, int(match is not None)
+        status, _, pin, born = self._worker.call(*arguments)
+        if status == LEASES_FULL and self._worker.reap():
+            status, _, pin, born = self._worker.call(*arguments)
         if match is not None and not status:
             old = match._anchor
             match._anchor = Anchor(slot=slot, tokens=old.tier_tokens, is_tail=old.is_tail, pin=pin, born=born)
@@ -313,17 +318,17 @@ class SnapshotMethods(Handle):
         match._prompt = ids.copy(), keys.copy(), gate  # they may be the caller's own arrays
         depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
+        found = _NO_CANDIDATES
         if depth:
             found = np.array([(depth, at)], np.int64), self._hashes(ids, keys, [depth])
             answer = self._worker.run(entries.take, namespace, *found, limit, *gate, -1)
         if answer[0] == NOT_FOUND:  # most often there is nothing; else it was another prompt's, or went meanwhile
             found = self._candidates(namespace, ids, keys, depth, *gate) if depth else _NO_CANDIDATES
             answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
+        if answer[0] == LEASES_FULL and self._worker.reap():
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
         if answer[0] == LEASES_FULL:
-            raise LeasesFull(
-                f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} pins are in use: "
-                "release some matches, or create the cache with more"
-            )
+            raise self._pins_full()
         if answer[0] == NOT_FOUND:
             match._anchor = Anchor(reason=REASONS[reason])
             return
@@ -396,6 +401,12 @@ class SnapshotMethods(Handle):
         out, counts = np.empty(self._segment.geometry.max_snapshots, np.uint32), np.zeros(1, np.int64)
         self._worker.run(self._entries().drop_hidden, self._scratch_arrays()[0], out, counts)
         return out[: counts[0]].copy()
+
+    def _pins_full(self) -> LeasesFull:
+        return LeasesFull(
+            f"cache {self.name!r}: all max_leases={self._segment.geometry.max_leases} pins are in use: "
+            "release some matches, or create the cache with more"
+        )
 
     def _slot_error(self, slot: int) -> SlotError:
         slots = self._segment.geometry.snapshot_slots

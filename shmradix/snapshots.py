@@ -268,7 +268,7 @@ def _free_record(seg):
     for at in range(1, mark):
         if record["born"][at] == 0:
             return at
-        is_idle = not is_resident(seg, at) and (not record["flags"][at] & PENDING or not is_current(seg, at))
+        is_idle = not is_resident(seg, at) and not (record["flags"][at] & PENDING and is_current(seg, at))
         if is_idle and (coldest == 0 or record["last_use"][at] < record["last_use"][coldest]):
             coldest = at
     if mark < len(record):
@@ -380,18 +380,22 @@ def abort(seg, at):
 
 
 @kernel
+def free_pin(seg):
+    """A pin that nobody has, 0 if there is none left."""
+    mark = pins_used(seg)
+    for at in range(1, mark):
+        if seg.pins["born"][at] == 0:
+            return at
+    return mark if mark < len(seg.pins) else 0
+
+
+@kernel
 def pin(seg, at):
     """Keep the snapshot's slot as it is. Returns the pin, 0 if there is none left, and its birth."""
-    pins, mark, free = seg.pins, pins_used(seg), 0
-    for i in range(1, mark):
-        if pins["born"][i] == 0:
-            free = i
-            break
+    pins, free = seg.pins, free_pin(seg)
     if free == 0:
-        if mark == len(pins):
-            return 0, np.int64(0)
-        seg.state["pins_used"][0] = mark + 1
-        free = mark
+        return 0, np.int64(0)
+    seg.state["pins_used"][0] = max(free + 1, pins_used(seg))
     pins["generation"][free] = seg.workers["generation"][seg.private[SLOT]]
     pins["worker"][free] = seg.private[SLOT] + 1
     pins["snapshot"][free] = at

@@ -4,6 +4,7 @@ No byte is read or written while a guard of the cache is held. docs/snapshots.md
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -17,7 +18,7 @@ import xxhash
 from shmradix.cache import RadixCache
 from shmradix.errors import SlotsFull, TierError
 from shmradix.inputs import as_count
-from shmradix.results import Drop, PrefixMatch
+from shmradix.results import Drop, PrefixMatch, Spill
 
 SPILL_TOKENS = 1024  # a shorter prefix is computed again sooner than its state is written and read
 FAULT_TOKENS = 256
@@ -47,22 +48,26 @@ class FileTier:
             self._make_room(0)
 
     def put(self, key: int, state: Any) -> bool:
-        """Keep the bytes of `state` under `key`. False where they are more than `max_bytes`. Raises TierError."""
+        """Keep the bytes of `state` under `key`. False where `max_bytes` is too little for them, and for those that
+        others are writing now. Raises TierError."""
         data = memoryview(state).cast("B")
         size = _HEADER.size + len(data)
         if size > self.max_bytes:
             return False
         final, part = self._file(key), self.path / f".{key:016x}.{secrets.token_hex(8)}"
         try:
-            with open(part, "xb", opener=_private) as file:
+            with contextlib.ExitStack() as stack:
                 with self._one_at_a_time():
+                    if not self._make_room(size):
+                        return False
+                    file = stack.enter_context(open(part, "xb", opener=_private))
                     fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
-                    self._make_room(size)
                     os.posix_fallocate(file.fileno(), 0, size)  # whoever makes room next counts it
                 file.write(_HEADER.pack(_MAGIC, len(data), xxhash.xxh3_128_digest(data)))
                 file.write(data)
                 file.flush()
-                os.rename(part, final)
+                with self._one_at_a_time():  # else who makes room may see neither name
+                    os.rename(part, final)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -75,14 +80,16 @@ class FileTier:
         """The bytes under `key`; None where there are none, or not whole. Raises TierError where nobody can tell."""
         path = self._file(key)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_private) as file:
                 header, state = file.read(_HEADER.size), file.read()
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise TierError(f"{path}: {error}") from error
+            if error.errno != errno.ELOOP:
+                raise TierError(f"{path}: {error}") from error
+            header = state = b""  # a symbolic link, which no put makes
         if header == _HEADER.pack(_MAGIC, len(state), xxhash.xxh3_128_digest(state)):
             return state
         self.remove(key)
@@ -111,8 +118,11 @@ class FileTier:
                 if entry.name != _LOCK and entry.is_file(follow_symlinks=False):
                     yield Path(entry.path), entry.stat(follow_symlinks=False)
 
-    def _make_room(self, size: int) -> None:
-        """Remove what the dead left half-written, then the coldest files until `size` bytes more fit."""
+    def _make_room(self, size: int) -> bool:
+        """Remove what the dead left half-written, then the coldest files until `size` bytes more fit.
+
+        False, and no whole file is removed, where they can't beside those that others are writing.
+        """
         whole, used = [], size
         for path, status in self._files():
             if path.name.startswith(".") and _is_abandoned(path):
@@ -122,18 +132,24 @@ class FileTier:
             used += status.st_size
             if not path.name.startswith("."):
                 whole.append((status.st_mtime_ns, status.st_size, path))
+        if used - sum(file_size for _, file_size, _ in whole) > self.max_bytes:
+            return False
         for _, file_size, path in sorted(whole):
             if used <= self.max_bytes:
                 break
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             used -= file_size
+        return True
 
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         with open(self.path / _LOCK, "ab", opener=_private) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where another thread forked meanwhile
 
 
 def _private(path: str, flags: int) -> int:
@@ -154,7 +170,8 @@ def spill(cache: RadixCache, tier: FileTier, read: ReadSlot, min_tokens: int = S
     """Make room: move the state that the policy gives up first to the tier. Returns its slot, now the caller's.
 
     A state of fewer than `min_tokens` tokens is dropped; so is one that the tier refuses, or fails to write: its slot
-    is what matters. Lookups find the spilled state once it is whole. None where no snapshot may go.
+    is what matters. Lookups find the spilled state once it is whole. None where no snapshot may go. Whatever `read`
+    raises passes through, and the state is back in the index, in its slot.
     """
     victim = cache.evict_snapshot_to_tier(min_tokens, pending=True)
     if victim is None or isinstance(victim, Drop):
@@ -163,12 +180,22 @@ def spill(cache: RadixCache, tier: FileTier, read: ReadSlot, min_tokens: int = S
     try:
         with contextlib.suppress(TierError):
             kept = tier.put(victim.key, read(victim.slot)) and cache.commit_snapshot_spill(victim.key)
+    except BaseException:
+        _put_back(cache, victim)
+        raise
     finally:
         if not kept:
             cache.forget_snapshot_tier_key(victim.key)
             with contextlib.suppress(TierError):
                 tier.remove(victim.key)
     return victim.slot
+
+
+def _put_back(cache: RadixCache, victim: Spill) -> None:
+    """Undo a spill: nobody is there to take the slot. Where the state was superseded meanwhile, the slot is free."""
+    if not (cache.commit_snapshot_spill(victim.key) and cache.promote_snapshot(victim.key, victim.slot)):
+        with contextlib.suppress(ValueError):  # the cache does not manage slots: it is lost to the caller's pool
+            cache.free_snapshot_slot(victim.slot)
 
 
 def allocate(
@@ -207,15 +234,13 @@ def fault_in(
         return False
     given, done = slot is not None, False
     try:
-        if slot is None:
-            slot = allocate(cache, tier, read, spill_tokens)
-        state = tier.get(key)
+        state = tier.get(key)  # before a spill makes room in the tier, where this state may be the coldest
         if state is not None:
+            if slot is None:
+                slot = allocate(cache, tier, read, spill_tokens)
             write(slot, state)
             done = cache.promote_snapshot(key, slot, match=match)
-        if (
-            state is None and cache.forget_snapshot_tier_key(key)
-        ) or done:  # forgotten first, so that nobody looks for it
+        if done or (state is None and cache.forget_snapshot_tier_key(key)):  # first, so that nobody looks for it
             tier.remove(key)
     except (SlotsFull, TierError):
         return done  # an error is no evidence of absence: the key stays

@@ -1,10 +1,11 @@
 """Workers are killed at random, again and again, while they use one cache; what survives is checked.
 
-Half of the kills are aimed at whoever has the guard. After each hundred all workers are killed, and then every block
+Half of the kills are aimed at whoever has a guard. After each hundred all workers are killed, and then every block
 whose insert had returned must be in the tree, unless an eviction cut short may have taken it; every node must hold
-what was noted for its block before the insert; `verify()` must be empty and no lease may be left. With `--lock` the
-same killer works on a counter under a lock: `guard` is the cache's, `semaphore` and `owner` are broken ones, which must
-hang or corrupt. Exit status 1 means that something was wrong; the lines that begin with WRONG say what.
+what was noted for its block before the insert, every snapshot's slot or file the state of its prefix; every slot must
+be free or in one snapshot, `verify()` empty, and no lease, pin or pending snapshot left. With `--lock` the same killer
+works on a counter under a lock: `guard` is the cache's, `semaphore` and `owner` are broken ones, which must hang or
+corrupt. Exit status 1 means that something was wrong; the lines that begin with WRONG say what.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import psutil
 import victims
 from ledger import BLOCK_SIZE
 from locked import LockJob
+from saves import SIZES
 from victims import BLOCKS, DOING, SEAT, SHM, STOPPED_UNTIL, CacheJob, line, shared_array
 
 from shmradix import RadixCache
+from shmradix.layout import RETENTIONS
 
 ROUND = 100  # kills between two checks
 PATIENCE = {"cache": 30.0, "guard": 30.0, "semaphore": 4.0, "owner": 4.0}  # seconds without progress: it hangs
@@ -45,11 +48,11 @@ class Job(Protocol):
     def work(self, number: int) -> None:
         """A worker's life, in its process."""
 
-    word: memoryview
-    """Of one int64: its low 16 bits say who is in the section, 0 if nobody is."""
+    words: list[memoryview]
+    """Each of one int64: its low 16 bits say who is in a section, 0 if nobody is."""
 
     def owners(self) -> dict[int, int]:
-        """From what the word's low 16 bits say to a seat."""
+        """From what a word's low 16 bits say to a seat."""
 
     def died(self, number: int) -> None:
         """The process at this seat is dead."""
@@ -141,9 +144,9 @@ class Crew:
         self.kill(chosen, stop)
 
     def aim(self, which: signal.Signals) -> int:
-        """Send the signal to the next one that is in the section; to anybody if nobody is for some milliseconds."""
+        """Send the signal to the next one that is in a section; to anybody if nobody is for some milliseconds."""
         pids = {at: (seat, int(self.seats["pid"][seat])) for at, seat in self.job.owners().items()}
-        word, wait = self.job.word, self.random.choice((0, 0, 0, 0, 20, 200))
+        word, wait = self.random.choice(self.job.words), self.random.choice((0, 0, 0, 0, 20, 200))
         deadline, chosen = time.monotonic() + 0.005, None
         while chosen is None and time.monotonic() < deadline:
             for _ in range(20):
@@ -270,7 +273,7 @@ def entries() -> tuple[int, list[str]]:
 def swept(name: str, path: str) -> Iterator[None]:
     """Remove everything of `name` in the end, by a process that outlives this one, however it ends."""
     since = f"-user $(id -u) -newermt @{time.time():.0f} ! -newermt '1 second ago'"
-    sweep = f"read _; sleep 1.5; rm -f {SHM}/*shmradix.{name}* {SHM}/.shmradix.{name}* {path}"
+    sweep = f"read _; sleep 1.5; rm -rf {SHM}/*shmradix.{name}* {SHM}/.shmradix.{name}* {path} {path}.tier"
     sweep += f"; find {SHM} -maxdepth 1 -name 'sem.??????' {since} -delete"
     with subprocess.Popen(["sh", "-c", sweep], stdin=subprocess.PIPE, start_new_session=True) as sweeper:
         assert sweeper.stdin is not None
@@ -285,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill workers at random and check what survives.")
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="even: session retention, odd: chain")
     parser.add_argument("--lock", choices=PATIENCE, default="cache", help="what to test instead of the whole cache")
     parser.add_argument("--namespaces", action="store_true", help="every other worker is pid 1 of its own namespace")
     options = parser.parse_args(arguments)
@@ -302,6 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
             block_size=BLOCK_SIZE,
             max_workers=2 * options.workers + 2,
             max_namespaces=64,
+            retention=RETENTIONS[options.seed % 2],
+            **SIZES,
         ) as cache,
     ):
         job: Any = CacheJob(cache, path, seats, options.seed) if options.lock == "cache" else None

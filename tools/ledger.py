@@ -22,7 +22,10 @@ MOST_BLOCKS = MOST_PREFIX_BLOCKS + MOST_EXTENSION_BLOCKS  # of a prompt
 NAMESPACES: tuple[tuple[int, bytes | None], ...] = ((0, None), (0, b"tenant"), (7, None))
 
 AWAY, HELD, OFFERED = 0, 1, 2  # a block in a worker's row: not its own, its own, handed to an insert under way
-COUNTERS = ("operations", "checked", "tokens", "evicted", "inserted", "duplicates", "short", "starved", "clears")
+COUNTERS = (
+    "operations", "checked", "tokens", "evicted", "inserted", "duplicates", "short", "starved", "clears", "saved",
+    "resumed", "spilled", "faulted_in", "slotless",
+)  # fmt: skip
 
 RECORD = np.dtype(
     [
@@ -33,10 +36,20 @@ RECORD = np.dtype(
         ("stored_at", "<i8"),
     ]
 )
+SLOTS = 64  # for snapshots
+SLOT_STATE = np.dtype(
+    [
+        ("digest", "<u8"),  # of the prefix; of a worker's own slot: random
+        ("depth", "<i8"),  # in tokens; -1: a worker's own
+        ("hash", "<u8", 2),  # that the index knows the prefix by
+        ("saved_at", "<i8"),
+    ]
+)
+TIERED = np.dtype([("key", "<u8"), ("check", "<u8"), ("state", SLOT_STATE)])
 
 
 class Ledger:
-    """What every block holds and who has it, in a mapped file that all workers write."""
+    """What every block and slot holds and who has the blocks, in a mapped file that all workers write."""
 
     def __init__(self, path: str, workers: int, blocks: int) -> None:
         layout = np.dtype(
@@ -45,6 +58,8 @@ class Ledger:
                 ("counts", "<i8", (workers, len(COUNTERS))),
                 ("clears_begun", "<i8", (workers,)),
                 ("cleared_at", "<i8", (workers,)),
+                ("slots", SLOT_STATE, (SLOTS,)),
+                ("tiered", TIERED, (SLOTS // 2,)),
                 ("held", "u1", (workers, blocks)),
             ]
         )
@@ -56,6 +71,8 @@ class Ledger:
         self.counts: NDArray[np.int64] = whole["counts"]
         self.clears_begun: NDArray[np.int64] = whole["clears_begun"]
         self.cleared_at: NDArray[np.int64] = whole["cleared_at"]
+        self.slots: NDArray[np.void] = whole["slots"]
+        self.tiered: NDArray[np.void] = whole["tiered"]
         self.held: NDArray[np.uint8] = whole["held"]
 
 

@@ -124,7 +124,7 @@ class LockJob:
     def __init__(self, cache: RadixCache, kind: str, seats: Any) -> None:
         self.cache, name = cache, cache.name
         self.seats, counter = seats, shared_array(COUNTER, 1)
-        self.counter, self.word = counter[0], memoryview(counter["inside"])
+        self.counter, self.words = counter[0], [memoryview(counter["inside"])]
         self.counted, self.dead = shared_array("<i8", len(seats)), 0
         if kind == "guard":
             GuardLock.compile()

@@ -1,8 +1,9 @@
 """Several real processes hammer one cache while every answer is checked against what was stored.
 
-Each worker writes what a block holds into a ledger (a mapped temporary file of its own, apart from the
-cache) before it inserts the block, and checks every match against the ledger while the match is leased.
-At the end all leases must be gone and every block id must be either in one worker's hands or in one node.
+Each worker writes what a block or a snapshot's slot holds into a ledger (a mapped temporary file of its own, apart
+from the cache) before it inserts it, and checks every match against the ledger while the match is leased.
+At the end all leases must be gone, every block id must be either in one worker's hands or in one node, and every slot
+free or in one snapshot.
 Exit status 1 means that something was wrong; the first lines of the output say what.
 """
 
@@ -20,26 +21,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import numpy as np
 from ledger import AWAY, BLOCK_SIZE, COUNTERS, HELD, MOST_BLOCKS, OFFERED, Ledger, Prompt, Prompts, disk_ids_of
 from numpy.typing import NDArray
+from saves import SIZES, Saver, check_quiet, require
 
 from shmradix import NO_DISK, EvictedBlocks, InsertAcquired, PrefixMatch, RadixCache, Stats
+from shmradix.layout import RETENTIONS
 
 MOST_OPEN_REQUESTS = 6
 MOST_WORKERS = 63  # the cache has 64 slots, and we hold one
 MOST_IDS = 1_000_000  # the ledger has a byte for each and each worker
-
-
-class Violation(Exception):
-    """The cache answered something that can't be right."""
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise Violation with `message` unless `holds`."""
-    if not holds:
-        raise Violation(message)
 
 
 @dataclass
@@ -57,7 +51,7 @@ class Request:
 class Worker:
     """One process's share of the work: its blocks, its open requests, its checks."""
 
-    def __init__(self, cache: RadixCache, ledger: Ledger, number: int, seed: int) -> None:
+    def __init__(self, cache: RadixCache, ledger: Ledger, files: str, number: int, seed: int) -> None:
         self.cache = cache
         self.ledger = ledger
         self.number = number
@@ -65,6 +59,7 @@ class Worker:
         self.random = random.Random(f"{seed} {number} {os.getpid()} {time.monotonic_ns()}")
         self.free: list[int] = np.flatnonzero(ledger.held[number] == HELD).tolist()
         self.open: list[Request] = []
+        self.saver = Saver(self, files)
 
     def run(self, deadline: float) -> None:
         """Do random operations until the monotonic time `deadline`, then give all leases back."""
@@ -74,6 +69,9 @@ class Worker:
             (self.store_without_match, 8),
             (self.peek, 8),
             (self.evict_some, 3),
+            (self.saver.save, 8),
+            (self.saver.settle, 3),
+            (self.saver.make_room, 4),
             (self.clear, 0.02),
         ]
         choices, weights = zip(*operations, strict=True)
@@ -83,6 +81,7 @@ class Worker:
                 self.count("operations")
         while self.open:
             self.finish_request()
+        self.saver.finish()
 
     def count(self, counter: str, amount: int = 1) -> None:
         self.ledger.counts[self.number, COUNTERS.index(counter)] += amount
@@ -99,6 +98,8 @@ class Worker:
         known = len(match.matched_blocks)
         request = Request(prompt, match, clears, match.matched_blocks.tolist(), list(range(known)))
         self.open.append(request)
+        if match.snapshot_tier_key is not None and self.random.random() < 0.7:
+            self.saver.fault_in(prompt, match)
         own = self.take(prompt.full_blocks - known)
         if own is None:
             return
@@ -120,6 +121,7 @@ class Worker:
         self.check_content(request.prompt, request.blocks, request.places)
         if not request.extended:
             self.check_partial(request.prompt, request.match)
+        self.saver.check(request.prompt, request.match)
         request.match.release()
         if self.random.random() < 0.1:
             request.match.release()
@@ -206,18 +208,11 @@ class Worker:
         self.ledger.held[self.number, own] = OFFERED
         table = own if match is None else np.concatenate([match.matched_blocks, own])
         disks = disk_ids_of(prompt.chain[1:]) if self.random.random() < 0.5 else None
-        if match is not None:
-            return self.cache.insert(
-                prompt.tokens, table, disk_block_ids=disks, match=match, block_keys=prompt.block_keys
-            )
-        return self.cache.insert(
-            prompt.tokens,
-            table,
-            disk_block_ids=disks,
-            adapter_id=prompt.adapter_id,
-            salt=prompt.salt,
-            block_keys=prompt.block_keys,
-        )
+        how: dict[str, Any] = {"disk_block_ids": disks, "block_keys": prompt.block_keys}
+        how |= {"adapter_id": prompt.adapter_id, "salt": prompt.salt} if match is None else {"match": match}
+        if self.random.random() < 0.1:
+            return self.saver.insert_with_snapshot(prompt, table, **how)
+        return self.cache.insert(prompt.tokens, table, **how)
 
     def settle(self, prompt: Prompt, own: NDArray[np.uint32], first: int, acquired: InsertAcquired) -> dict[int, int]:
         """Take back the offered blocks that were not stored; return the stored ones by their place."""
@@ -247,18 +242,19 @@ class Worker:
         begun = self.ledger.clears_begun
         return -time.monotonic_ns() if (begun & 1).any() else int(begun.sum())
 
-    def look_up(self, prompt: Prompt) -> PrefixMatch:
-        """A checked lookup."""
+    def look_up(self, prompt: Prompt, pins: bool = True) -> PrefixMatch:
+        """A checked lookup; unless it `pins` a snapshot its match may be released by the tokens."""
         horizon = int(self.ledger.cleared_at.max())
-        match = self.cache.lookup(
-            prompt.tokens, adapter_id=prompt.adapter_id, salt=prompt.salt, block_keys=prompt.block_keys
-        )
+        asked = self.saver.asked(prompt) if pins else {"session": 0, "max_snapshot_tokens": 0}
+        where: dict[str, Any] = {"adapter_id": prompt.adapter_id, "salt": prompt.salt, "block_keys": prompt.block_keys}
+        match = self.cache.lookup(prompt.tokens, **where, **asked)
         blocks, disks = match.matched_blocks, match.matched_disk_block_ids
         known = len(blocks)
         require(match.matched_tokens == known * BLOCK_SIZE, f"{match.matched_tokens} tokens, {known} blocks")
         require(known <= prompt.full_blocks, f"{known} blocks match of {prompt.full_blocks}")
         self.check_content(prompt, blocks.tolist(), list(range(known)))
         self.check_partial(prompt, match)
+        self.saver.check_found(prompt, match, asked, horizon)
         stored_at = self.ledger.content["stored_at"][blocks]
         require(not bool(((stored_at != 0) & (stored_at < horizon)).any()), "found what was cleared")
         if len(disks):
@@ -293,19 +289,20 @@ class Worker:
         require(record["key"] == prompt.keys[known], f"partial block {block} has another key")
 
 
-def work(name: str, path: str, workers: int, blocks: int, number: int, seed: int, seconds: float) -> None:
+def work(name: str, path: str, files: str, workers: int, blocks: int, number: int, seed: int, seconds: float) -> None:
     """A worker process: exit status 0 if all it saw was right."""
     with RadixCache.attach(name) as cache:
-        Worker(cache, Ledger(path, workers, blocks), number, seed).run(time.monotonic() + seconds)
+        Worker(cache, Ledger(path, workers, blocks), files, number, seed).run(time.monotonic() + seconds)
 
 
-def check_end(cache: RadixCache, ledger: Ledger) -> list[str]:
+def check_end(cache: RadixCache, ledger: Ledger, files: str) -> list[str]:
     """What is wrong with the final state: invariants, leases left, a block that is nowhere or in two places."""
     nodes = cache._segment.views.nodes
     live = np.flatnonzero(nodes["born"] != 0)
     in_nodes = nodes["block"][live[live > cache._segment.geometry.max_namespaces]]
     wrong = [f"verify: {violation}" for violation in cache.verify()]
     wrong += tally(ledger, in_nodes, cache.stats())
+    wrong += check_quiet(cache, ledger, files)
     evicted = cache.evict(cache.max_blocks)
     if sorted(evicted.blocks.tolist()) != sorted(in_nodes.tolist()):
         wrong.append(f"evicting everything gave {len(evicted.blocks)} blocks of {len(in_nodes)}")
@@ -340,15 +337,16 @@ def start(context: multiprocessing.context.SpawnContext, number: int, arguments:
     return process
 
 
-def stress(name: str, path: str, options: argparse.Namespace) -> int:
+def stress(name: str, path: str, files: str, options: argparse.Namespace) -> int:
     """Run the workers, check what they leave, print the summary; the number of things that went wrong."""
     context = multiprocessing.get_context("spawn")
-    cache = RadixCache.create(name, max_blocks=options.blocks * 7 // 8, block_size=BLOCK_SIZE)
+    sizes = {**SIZES, "retention": RETENTIONS[options.seed % 2]}
+    cache = RadixCache.create(name, max_blocks=options.blocks * 7 // 8, block_size=BLOCK_SIZE, **sizes)
     try:
         ledger = Ledger(path, options.workers, options.blocks)
         for number in range(options.workers):
             ledger.held[number, number :: options.workers] = HELD
-        common = (name, path, options.workers, options.blocks)
+        common = (name, path, files, options.workers, options.blocks)
         processes = [
             start(context, number, (*common, number, options.seed, options.seconds))
             for number in range(options.workers)
@@ -357,7 +355,7 @@ def stress(name: str, path: str, options: argparse.Namespace) -> int:
             process.join()
         wrong = [f"{process.name} ended with {process.exitcode}" for process in processes if process.exitcode]
         stats = cache.stats()
-        wrong += check_end(cache, ledger)
+        wrong += check_end(cache, ledger, files)
     finally:
         cache.unlink()
         cache.close()
@@ -370,7 +368,7 @@ def stress(name: str, path: str, options: argparse.Namespace) -> int:
 def report(ledger: Ledger, stats: Stats, seconds: float) -> None:
     for counter, total in zip(COUNTERS, ledger.counts.sum(axis=0).tolist(), strict=True):
         print(f"{counter:16}{total:14,}")
-    for name in ("lookups", "hits", "inserts", "lock_waits", "recoveries", "blocks_live"):
+    for name in ("lookups", "hits", "inserts", "lock_waits", "recoveries", "blocks_live", "snapshots"):
         print(f"{name:16}{getattr(stats, name):14,}")
     print(f"{'operations/s':16}{int(ledger.counts[:, 0].sum() / seconds):14,}")
 
@@ -384,7 +382,11 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         "--blocks", type=int, default=2048,
         help=f"how many block ids the workers share, at least {MOST_BLOCKS} for each (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="which prefixes the prompts share (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0,
+        help="which prefixes the prompts share; snapshots are retained by session, by chain if it is odd "
+        "(default %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not 0 < options.seconds < math.inf:
         parser.error(f"--seconds {options.seconds}: expected more than 0")
@@ -402,8 +404,10 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(arguments)
     try:
-        with tempfile.NamedTemporaryFile(prefix="stress-ledger-") as file:
-            wrong = stress(f"stress-{os.getpid()}-{os.urandom(4).hex()}", file.name, options)
+        with tempfile.TemporaryDirectory(prefix="stress-") as directory:
+            path, files = os.path.join(directory, "ledger"), os.path.join(directory, "tier")
+            open(path, "xb").close()
+            wrong = stress(f"stress-{os.getpid()}-{os.urandom(4).hex()}", path, files, options)
         sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as in `stress.py | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ledger import AWAY, HELD, OFFERED, SHARED_PREFIXES, Ledger, Prompt, Prompts
+from ledger import AWAY, BLOCK_SIZE, HELD, OFFERED, SHARED_PREFIXES, Ledger, Prompt, Prompts
 from numpy.typing import NDArray
-from stress import Worker, require
+from saves import check_quiet, require
+from stress import Worker
 
 from shmradix import InsertAcquired, PrefixMatch, RadixCache
 from shmradix.errors import SegmentExists, SegmentNotFound
 
-IDLE, LOOKUP, RELEASE, INSERT, EVICT, CLEAR, PEEK, ATTACH, CREATE, FORK, SECTION = range(11)
+IDLE, LOOKUP, RELEASE, INSERT, EVICT, CLEAR, PEEK, ATTACH, CREATE, FORK, SECTION, SAVE, SPILL = range(13)
 DOING = (
     "between calls",
     "lookup",
@@ -42,6 +43,8 @@ DOING = (
     "create",
     "fork",
     "section",
+    "save",
+    "spill",
 )
 
 SEAT = np.dtype(
@@ -98,8 +101,10 @@ class Stock(Prompts):
 class Victim(Worker):
     """A worker under kill: all operations of a cache, each announced at its seat."""
 
-    def __init__(self, cache: RadixCache, ledger: Ledger, stock: Stock, seats: Any, offered_at: Any, seat: int) -> None:
-        super().__init__(cache, ledger, seat, 0)
+    def __init__(
+        self, cache: RadixCache, ledger: Ledger, files: str, stock: Stock, seats: Any, offered_at: Any, seat: int
+    ) -> None:
+        super().__init__(cache, ledger, files, seat, 0)
         self.prompts = stock
         self.seats, self.seat, self.offered_at = seats, seats[seat], offered_at
         self.parents = {os.getppid()}
@@ -115,6 +120,10 @@ class Victim(Worker):
             (self.peek, PEEK, 8),
             (self.evict_some, EVICT, 4),
             (self.hammer, LOOKUP, 4),
+            (self.saver.save, SAVE, 12),
+            (self.saver.settle, SAVE, 4),
+            (self.saver.make_room, SPILL, 8),
+            (self.resume, LOOKUP, 4),
             (self.clear, CLEAR, 0.01),
             (self.attach_again, ATTACH, 0.15),
             (self.create_beside, CREATE, 0.15),
@@ -162,7 +171,7 @@ class Victim(Worker):
         """Look up, store the rest and release, all by the tokens and with no match."""
         prompt = self.prompts.draw()
         how: dict[str, Any] = {"adapter_id": prompt.adapter_id, "salt": prompt.salt, "block_keys": prompt.block_keys}
-        match = self.look_up(prompt)
+        match = self.look_up(prompt, pins=False)
         known = len(match.matched_blocks)
         own = self.take(prompt.full_blocks - known) if known else None
         if own is None or self.random.random() < 0.3:
@@ -188,6 +197,18 @@ class Victim(Worker):
         self.check_content(prompt, list(stored.values()), list(stored.keys()))
         self.cache.release(prompt.tokens, **how)
 
+    def resume(self) -> None:
+        """Look up what can be resumed only."""
+        prompt = self.prompts.draw()
+        where: dict[str, Any] = {"adapter_id": prompt.adapter_id, "salt": prompt.salt, "block_keys": prompt.block_keys}
+        with self.cache.lookup(prompt.tokens, **where, session=1, require_snapshot=True) as match:
+            depth = match.snapshot_tokens or match.snapshot_tier_tokens
+            require(match.matched_tokens == -(-depth // BLOCK_SIZE) * BLOCK_SIZE, f"{match!r} for {depth} tokens")
+            self.check_content(prompt, match.matched_blocks.tolist(), list(range(len(match.matched_blocks))))
+            self.saver.check(prompt, match)
+            if match.snapshot_tier_key is not None:
+                self.saver.fault_in(prompt, match)
+
     def hammer(self) -> None:
         """One prompt again and again, hardly ever outside the cache."""
         prompt = self.prompts.draw()
@@ -200,6 +221,7 @@ class Victim(Worker):
             while self.open:
                 self.finish_request()
         self.open.clear()
+        self.saver.forget_all()
         self.seat["slot"] = -1
         self.cache.close()
         self.cache = RadixCache.attach(self.cache.name)
@@ -232,6 +254,7 @@ class Victim(Worker):
         self.random.seed(f"{os.getpid()} {time.monotonic_ns()}")
         random.seed(self.random.random())
         self.open = []
+        self.saver.forget_all()
         self.free = np.flatnonzero(self.ledger.held[child] == HELD).tolist()
 
 
@@ -268,7 +291,8 @@ class CacheJob:
 
     def __init__(self, cache: RadixCache, path: str, seats: Any, seed: int) -> None:
         self.cache, self.seats = cache, seats
-        self.word = cache._segment.views.guards["owner"][:1].data
+        owners = cache._segment.views.guards["owner"]
+        self.words, self.files = [owners[:1].data, owners[1:].data], f"{path}.tier"
         self.ledger = Ledger(path, len(seats), BLOCKS)
         self.offered_at = shared_array("<i8", BLOCKS)
         self.stock = Stock(seed)
@@ -281,7 +305,9 @@ class CacheJob:
     def work(self, number: int) -> None:
         attaches = random.Random(os.getpid()).random() < 0.5
         cache = RadixCache.attach(self.cache.name) if attaches else self.cache
-        Victim(cache, self.ledger, self.stock, self.seats, self.offered_at, number).run_for_ever(os.getpid() != 1)
+        Victim(cache, self.ledger, self.files, self.stock, self.seats, self.offered_at, number).run_for_ever(
+            os.getpid() != 1
+        )
 
     def owners(self) -> dict[int, int]:
         return {int(self.seats["slot"][seat]) + 1: seat for seat in np.flatnonzero(self.seats["pid"] > 0).tolist()}
@@ -319,6 +345,8 @@ class CacheJob:
             wrong.append(f"{missing} acknowledged blocks are gone, evictions cut short took {self.may_be_missing}")
         self.lost += int((~held & (in_tree == 0)).sum())
         self.checks += 1
+        wrong += check_quiet(self.cache, self.ledger, self.files)
+        wrong += [f"{path} is left" for path in Path(self.files).glob(".?*") if path.name != ".lock"]
         wrong += self.check_nodes(live[np.argsort(nodes["born"][live])], acknowledged)
         self.share_out(in_tree)
         self.may_be_missing = 0
@@ -384,7 +412,12 @@ class CacheJob:
         line("died in", ", ".join(f"{what} {number}" for what, number in self.died_in.most_common()))
         line("inserts", f"{stats.inserts:,}, and {self.cut_short} cut short")
         line("evicted, cleared", f"{stats.evicted_blocks:,} blocks, {int(self.ledger.clears_begun.sum()) // 2} times")
+        of_snapshots = int(self.cache._segment.views.guards["recoveries"][1])
+        line("of snapshots", f"{of_snapshots} takeovers; {stats.snapshot_saves:,} saved, {stats.snapshot_hits:,} found")
+        line("tiers", f"{stats.tier_spills:,} spilled, {stats.tier_hits:,} found there, {stats.tier_fault_ins:,} back")
         line("lost ids", f"{self.lost} in {self.checks} checks of all blocks; {self.found} paths were looked up")
+        if kills >= 1000 and not (of_snapshots and stats.tier_fault_ins):
+            wrong.append("no kill left the snapshots guard owned, or nothing came back from a tier")
         if kills >= 1000 and not (stats.recoveries and stats.rebuilds):
             wrong.append("no kill left the guard owned: this run says nothing")
         for side in range(SIDES):
