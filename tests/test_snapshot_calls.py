@@ -165,6 +165,21 @@ def test_a_check_that_agrees_is_not_the_same_prompt(cache_factory: CacheFactory)
 # --- what names a prefix --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("field", ["prefix_hash", "salt", "adapter_id", "token_count", "check", "epoch"])
+def test_every_part_of_a_name_counts(field: str, cache_factory: CacheFactory) -> None:
+    """A forged record whose name differs in one bit, wherever, is not found."""
+    cache = cache_with(cache_factory)
+    cache.insert_intermediate_snapshot(range(32), 1)
+    records = cache._segment.views.snapshots.view()
+    words = np.atleast_1d(records[field][1])
+    for at in range(len(words)):
+        place = records[field][1:2] if words.size == 1 else records[field][1, at : at + 1]
+        place ^= place.dtype.type(1)
+        assert anchor(cache, range(64)) == (None, 0), (field, at)
+        place ^= place.dtype.type(1)
+    assert anchor(cache, range(64)) == (1, 32)
+
+
 def test_block_keys_are_part_of_a_prefix(cache_factory: CacheFactory) -> None:
     """The same placeholders for several pictures."""
     cache = cache_factory(max_blocks=64, block_size=16, max_snapshots=16)
