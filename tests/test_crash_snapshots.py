@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Change, str, str]] = {
         "stores [",
     ),
     "a pinned snapshot is taken out": (
-        ("snapshots", "    if is_pinned(seg, at):\n        set_flags", "    if False:\n        set_flags"),
+        ("snapshots", "    if is_pinned(seg, at):\n", "    if False:\n"),
         "save",
         "no stop",
     ),

@@ -357,10 +357,10 @@ def run_worker(kernels: Any, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(locks, "is_locked_by_others", tape.is_locked)
     monkeypatch.setattr(workers, "compile", SimpleNamespace(load=lambda: kernels.entries))
     monkeypatch.setattr(workers, "make_handle", lambda *_: np.zeros(99))
-    monkeypatch.setattr(workers, "_parking", lambda segment: parked)
+    monkeypatch.setattr(workers, "_parking", lambda segment, guard: parked)
     monkeypatch.setattr(workers.Worker, "describe", lambda self, slot: "")
     segment: Any = SimpleNamespace(
-        name="", geometry=SimpleNamespace(max_workers=3), close=lambda: None,
+        name="", geometry=SimpleNamespace(max_workers=3, max_snapshots=0), close=lambda: None,
         open_for_locks=lambda: SimpleNamespace(close=lambda: tape.access("drop")),
         views=SimpleNamespace(workers=tape, guards={"acquired_ns": [0], "owner": np.zeros(2, np.int64)}),
     )  # fmt: skip
