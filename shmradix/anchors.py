@@ -126,9 +126,10 @@ def parent_of(seg, namespace, candidates, hashes):
 
 
 @kernel
-def take(seg, namespace, candidates, hashes, limit, session, hermetic, reason):
+def take(seg, namespace, candidates, hashes, limit, session, hermetic, epoch, reason):
     """Pin the first of the candidates that is there, deepest first, and count the lookup. Under the guard.
 
+    It is of the match's `epoch`: else a clear() came in between, and the state would not belong to the blocks.
     Returns (status, depth, snapshot, pin, its birth). `reason` says why there may be none; if it is negative, not
     finding any is not the last word and counts for nothing.
     """
@@ -136,6 +137,8 @@ def take(seg, namespace, candidates, hashes, limit, session, hermetic, reason):
     for k in range(len(candidates)):
         depth, at = candidates[k, 0], candidates[k, 1]
         if not is_there(seg, namespace, candidates[k], hashes[k]) or not is_open_to(seg, at, session, hermetic):
+            continue
+        if seg.snapshots["epoch"][at] != epoch:
             continue
         held, born = 0, np.int64(0)
         if is_resident(seg, at) and 0 < len(seg.slots) <= seg.snapshots["slot"][at]:

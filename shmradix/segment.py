@@ -80,7 +80,9 @@ class Segment:
         except BaseException:
             self._file.close()
             raise
-        self.views = geometry.views(self._map)
+        # From an array that holds the mapping, not from the mapping itself: numpy would let that be closed under it.
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.views = geometry.views(self._bytes)
         self.incarnation = int(self.views.header["incarnation"][0])
 
     def open_for_locks(self) -> io.FileIO:
@@ -98,6 +100,7 @@ class Segment:
         """Unmap; memory that arrays still refer to stays mapped until they are gone. The second time does nothing."""
         self._file.close()
         self.__dict__.pop("views", None)
+        self.__dict__.pop("_bytes", None)
         with contextlib.suppress(BufferError):
             self._map.close()
 

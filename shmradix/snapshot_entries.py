@@ -49,13 +49,15 @@ def all_within(handle, namespace, tokens, limit, session, hermetic, out):
     return anchors.all_within(open_index(handle), namespace, tokens, limit, session, hermetic, out)
 
 
-@entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _candidates, _hashes, int64, uint64, int64, int64))
-def take(handle, tag, now, namespace, candidates, hashes, limit, session, hermetic, reason):
+@entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _candidates, _hashes, int64, uint64, int64, int64, int64))
+def take(handle, tag, now, namespace, candidates, hashes, limit, session, hermetic, epoch, reason):
     """(status, wake, depth, slot, tier key, flags, pin, its birth); see anchors.take."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0, 0
-    status, depth, at, pin, born = anchors.take(seg, namespace, candidates, hashes, limit, session, hermetic, reason)
+    status, depth, at, pin, born = anchors.take(
+        seg, namespace, candidates, hashes, limit, session, hermetic, epoch, reason
+    )
     record = seg.snapshots
     slot, key, flags = np.int64(record["slot"][at]), np.int64(record["tier_key"][at]), np.int64(record["flags"][at])
     status, wake = _end(seg, status)

@@ -321,12 +321,12 @@ class SnapshotMethods(Handle):
         found = _NO_CANDIDATES
         if depth:
             found = np.array([(depth, at)], np.int64), self._hashes(ids, keys, [depth])
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, -1)
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, -1)
         if answer[0] == NOT_FOUND:  # most often there is nothing; else it was another prompt's, or went meanwhile
             found = self._candidates(namespace, ids, keys, depth, *gate) if depth else _NO_CANDIDATES
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, reason)
         if answer[0] == LEASES_FULL and self._worker.reap():
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, reason)
+            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, reason)
         if answer[0] == LEASES_FULL:
             raise self._pins_full()
         if answer[0] == NOT_FOUND:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from shmradix import PrefixMatch, RadixCache, errors, verify
+from shmradix import PrefixMatch, RadixCache, errors, layout, verify
 from shmradix.guard import SNAPSHOTS
 from shmradix.inputs import NO_KEYS, as_namespace
 from shmradix.layout import BRANCH, LEAF, PENDING, SIBLING, TAIL
@@ -43,6 +43,10 @@ PROMPT = [*range(10, 22)]
 OTHER = [*PROMPT[:6], *range(70, 76)]
 TENANT = b"tenant"
 FRESH = [*range(90, 96)]  # of which nothing was saved
+
+
+_STATE = next(section.offset for section in layout.Geometry(1, 1, 1, 1, 1).sections() if section.name == "state")
+_EPOCH = _STATE // 8 + layout.word_of(layout.STATE, "epoch")  # of the tree, in words of a segment
 
 
 class Shape(NamedTuple):
@@ -292,7 +296,8 @@ def _reads(shape: Shape) -> Iterator[Operation]:
 
 def _take(shape: Shape, name: str, tokens: list[int], session: int, hermetic: int, reason: int) -> Operation:
     where = as_namespace(0, None), *_candidates(shape, tokens, len(tokens))
-    return _call(f"take {name}", "take", *where, 12, np.uint64(session), hermetic, reason)
+    epoch = int(shape.image.view(np.int64)[_EPOCH])
+    return _call(f"take {name}", "take", *where, 12, np.uint64(session), hermetic, epoch, reason)
 
 
 def _save(

@@ -325,3 +325,11 @@ def test_compiled_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_
     (tmp_path / "compiled").chmod(0o777)
     _, compiled = compile_in_a_copy(tmp_path, "SHMRADIX_CACHE_DIR")
     assert not list(compiled.rglob("*.nb?"))
+
+
+def test_views_of_a_closed_segment_can_still_be_read(cache_factory: Callable[..., RadixCache]) -> None:
+    cache = cache_factory(max_blocks=3)
+    views = cache._segment.views
+    cache.close()
+    assert views.header["max_blocks"][0] == 3
+    assert views.state["live_blocks"][0] == 0

@@ -371,3 +371,25 @@ def test_statistics_are_of_all_workers_together(cache_factory: CacheFactory) -> 
     assert (stats.snapshots, stats.snapshots_tiered) == (2, 0)
     assert stats.restorable_ratio == 80 / (64 + 40 + 20)
     assert stats.hit_ratio == (64 + 32 + 16) / (64 + 40 + 20)
+
+
+def test_a_clear_between_the_halves_of_a_lookup_leaves_no_state_beside_old_blocks(
+    cache_factory: Callable[..., RadixCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker clears, and saves anew, after this one's walk of the tree and before its look at the index."""
+    cache = cache_factory(block_size=4, max_snapshots=4)
+    tokens = list(range(8))
+    cache.insert_with_snapshot(tokens, [0, 1], 10)
+    with RadixCache.attach(cache.name) as other:
+
+        def clear_first(*how: Any) -> None:
+            monkeypatch.undo()
+            other.clear()
+            other.insert_with_snapshot(tokens, [2, 3], 11)
+            cache._resume(*how)
+
+        monkeypatch.setattr(cache, "_resume", clear_first)
+        with cache.lookup(tokens) as match:
+            assert (match.matched_blocks.tolist(), match.snapshot_slot) == ([0, 1], None)
+        with cache.lookup(tokens) as match:
+            assert (match.matched_blocks.tolist(), match.snapshot_slot) == ([2, 3], 11)
