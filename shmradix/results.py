@@ -70,7 +70,7 @@ class PrefixMatch:
         self._owner, self._namespace, self._rows, self._depth = owner, namespace, rows, depth
         self._lease, self._born, self._epoch = lease, born, epoch
         self._anchor = NO_ANCHOR
-        self._prompt: tuple[np.ndarray, np.ndarray, tuple[int, bool]] | None = None
+        self._prompt: tuple[np.ndarray, bytes, np.ndarray, tuple[int, bool]] | None = None
         self.matched_tokens = depth * block_size
         """Leading tokens of the prompt that are cached, a multiple of the block size."""
         self.partial_block = partial_block
@@ -124,7 +124,10 @@ class PrefixMatch:
 
     @property
     def restorable(self) -> list[int]:
-        """Every number of matched tokens, rising, after which a saved state could be resumed from now."""
+        """Every number of matched tokens, rising, after which a saved state could be resumed from now.
+
+        Reads the tokens once more: a uint32 array that was looked up must still hold them, else ValueError.
+        """
         return self._owner._restorable(self)
 
     def release(self) -> None:

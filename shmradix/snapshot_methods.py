@@ -24,6 +24,11 @@ _MAX_DISPLACED = 64  # slots that one insert hands back at most; there are three
 _NO_CANDIDATES = np.empty((0, 2), np.int64), np.empty((0, 2), np.uint64)
 
 
+def _sample_of(ids: np.ndarray) -> bytes:
+    """Some of the tokens: enough to notice that their array holds another prompt by now."""
+    return ids[:: len(ids) // 32 + 1].tobytes()
+
+
 class _Prefix(NamedTuple):
     """A prompt's prefix as the kernels take it, and what it is saved as."""
 
@@ -315,7 +320,12 @@ class SnapshotMethods(Handle):
     ) -> None:
         """Find and pin the deepest snapshot within `limit` tokens, for the match."""
         entries, namespace = self._entries(), match._namespace
-        match._prompt = ids.copy(), keys.copy(), gate  # they may be the caller's own arrays
+        match._prompt = (
+            ids,
+            _sample_of(ids),
+            keys.copy() if len(keys) else keys,
+            gate,
+        )  # a copy of all would cost more than the rest of this
         depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
         answer: tuple[int, ...] = (NOT_FOUND,)
         found = _NO_CANDIDATES
@@ -344,7 +354,9 @@ class SnapshotMethods(Handle):
         """The depths, rising, at which the match's prompt could resume now."""
         if match._prompt is None:
             return []
-        ids, keys, gate = match._prompt
+        ids, sample, keys, gate = match._prompt
+        if _sample_of(ids) != sample:
+            raise ValueError(f"the tokens of {match!r} were changed since its lookup: look them up again")
         candidates, hashes = self._candidates(match._namespace, ids, keys, match.matched_tokens, *gate)
         is_there = np.zeros(len(candidates), np.int64)
         if len(candidates):

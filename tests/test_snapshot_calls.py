@@ -136,12 +136,15 @@ def test_restorable_names_every_depth_that_may_be_resumed_from_now(cache_factory
         assert match.restorable == [16]
 
 
-def test_restorable_is_of_the_prompt_as_it_was(cache_factory: CacheFactory) -> None:
+def test_restorable_refuses_to_speak_of_another_prompt(cache_factory: CacheFactory) -> None:
     cache, prompt = cache_with(cache_factory), np.arange(64, dtype=np.uint32)
     cache.insert_intermediate_snapshot(prompt, 1)
-    with cache.lookup(prompt) as match:
-        prompt += 1  # the caller's own buffer
+    with cache.lookup(prompt) as match, cache.lookup(prompt.tolist()) as of_a_list:
         assert match.restorable == [64]
+        prompt += 1  # the caller's own buffer
+        with pytest.raises(ValueError, match="were changed since its lookup"):
+            _ = match.restorable
+        assert of_a_list.restorable == [64]
 
 
 def test_a_check_that_agrees_is_not_the_same_prompt(cache_factory: CacheFactory) -> None:
