@@ -475,10 +475,11 @@ class RadixCache(SnapshotMethods):
     def _release_lease(self, match: PrefixMatch) -> None:
         if match.released:
             return
-        worker, anchor = self._worker, match._anchor
-        self._pins.pop((match._lease, match._born), None)
-        bad = bool(anchor.pin) and bool(worker.call(self._entries().unpin, anchor.pin, anchor.born)[0])
-        match._anchor = anchor._replace(pin=0)
+        worker, anchor, bad = self._worker, match._anchor, False
+        if anchor.pin:
+            self._pins.pop((match._lease, match._born), None)
+            bad = bool(worker.call(self._entries().unpin, anchor.pin, anchor.born)[0])
+            match._anchor = anchor._replace(pin=0)
         bad |= bool(match._lease) and bool(worker.call(worker.entries.release, match._lease, match._born)[0])
         if bad:
             raise LeaseError(

@@ -120,6 +120,8 @@ def as_count(name: str, value: Any, high: int | None = None, limit: str = "") ->
 
 def as_session(session: int) -> int:
     """A session's hash, from 0 (none) to 2^64 - 1."""
+    if type(session) is int and session == 0:  # what most lookups have
+        return 0
     return as_count("session", session, TOKEN_MAX << 32 | TOKEN_MAX)
 
 
