@@ -36,6 +36,14 @@ def _end(seg, status):
     return np.int64(status), (1 + SNAPSHOTS) * np.int64(guard.release(seg, SNAPSHOTS))
 
 
+@kernel
+def _count_evicted(seg, its_class):
+    """Count a snapshot that went to make room, unless it was displaced or cleared before."""
+    if its_class != HIDDEN_CLASS:
+        seg.state["evictions"][0] += 1
+        snapshots.count(seg, snapshots.EVICTIONS, 1)
+
+
 @entry(UniTuple(int64, 3)(int64, _keys, _ids, int64, uint64, int64))
 def deepest(handle, namespace, tokens, limit, session, hermetic):
     """(depth, snapshot, reason), without the guard; see anchors.deepest."""
@@ -153,38 +161,33 @@ def evict(handle, tag, now, marks, sessions, out, counts):
     if at == 0:
         return _end(seg, NOT_FOUND)
     snapshots.displace(seg, at, out, counts)
-    if its_class != HIDDEN_CLASS:
-        seg.state["evictions"][0] += 1
-        snapshots.count(seg, snapshots.EVICTIONS, 1)
+    _count_evicted(seg, its_class)
     return _end(seg, OK)
 
 
-@entry(UniTuple(int64, 5)(int64, int64, int64, _marks, _sessions, int64, int64, _slots, _counts))
+@entry(UniTuple(int64, 4)(int64, int64, int64, _marks, _sessions, int64, int64, _slots, _counts))
 def spill(handle, tag, now, marks, sessions, min_tokens, pending, out, counts):
-    """(status, wake, tier key, depth, flags): make the snapshot that goes first tiered, its slot the caller's.
+    """(status, wake, tier key, depth): make the snapshot that goes first tiered, its slot the caller's.
 
     One of fewer than `min_tokens` tokens is taken out instead: its key is 0.
     """
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
-        return BUSY_SNAPSHOTS, 0, 0, 0, 0
+        return BUSY_SNAPSHOTS, 0, 0, 0
     at, its_class = retention.victim(seg, marks, sessions)
     if at == 0:
         status, wake = _end(seg, NOT_FOUND)
-        return status, wake, 0, 0, 0
+        return status, wake, 0, 0
     depth, key = np.int64(seg.snapshots["token_count"][at]), np.uint64(0)
-    flags = np.int64(seg.snapshots["flags"][at])
-    if its_class != HIDDEN_CLASS:
-        seg.state["evictions"][0] += 1
     if its_class == HIDDEN_CLASS or depth < min_tokens:
         snapshots.displace(seg, at, out, counts)
-        if its_class != HIDDEN_CLASS:
-            snapshots.count(seg, snapshots.EVICTIONS, 1)
+        _count_evicted(seg, its_class)
     else:
         key = snapshots.spill(seg, at, pending, out, counts)
+        seg.state["evictions"][0] += 1
         snapshots.count(seg, snapshots.SPILLS, 1)
     status, wake = _end(seg, OK)
-    return status, wake, np.int64(key), depth, flags
+    return status, wake, np.int64(key), depth
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, uint64))
@@ -241,9 +244,7 @@ def allocate(handle, tag, now, marks, sessions, evict, finish):
             snapshots.remove(seg, at)
             if not snapshots.take_slot(seg, slot):
                 slot = np.int64(-1)
-            if its_class != HIDDEN_CLASS:
-                seg.state["evictions"][0] += 1
-                snapshots.count(seg, snapshots.EVICTIONS, 1)
+            _count_evicted(seg, its_class)
     status, wake = _end(seg, OK if slot >= 0 else SLOTS_FULL)
     return status, wake, slot
 

@@ -186,7 +186,7 @@ class SnapshotMethods(Handle):
         answer = self._evicting(self._entries().spill, out, counts, minimum, int(pending))
         if not counts[0]:
             return None
-        _, _, key, depth, _ = answer
+        _, _, key, depth = answer
         return Spill(int(out[0]), key & _U64, depth) if key else Drop(int(out[0]), depth)
 
     def commit_snapshot_spill(self, key: int) -> bool:
