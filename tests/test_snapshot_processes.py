@@ -90,11 +90,15 @@ def test_no_two_are_handed_the_same_victim(
     cache_factory: CacheFactory, workers: int, retention: str, spills: bool
 ) -> None:
     cache = cache_factory(block_size=4, max_blocks=1000, max_snapshots=400, retention=retention)
-    save_all(cache, 400)
     with crew(cache, workers) as actors:
-        handed = at_once(actors, (evict_some_way, spills))
-    assert sorted(flat(handed)) == list(range(400))
-    assert sum(map(bool, handed)) > 1, "one took them all: nothing was tried"
+        for _ in range(10):  # a worker that the machine favours, or whose kernels are loaded, may take them all
+            save_all(cache, 400)
+            handed = at_once(actors, (evict_some_way, spills))
+            assert sorted(flat(handed)) == list(range(400))
+            if sum(map(bool, handed)) > 1:
+                break
+        else:
+            pytest.fail("one took them all, ten times: nothing was tried")
 
 
 def evict_some_way(state: SimpleNamespace, spills: bool, start: float) -> list[int]:
@@ -387,7 +391,7 @@ def test_workers_killed_inside_their_sections_stop_nobody_and_keep_nothing(
             victim = victim or actors[0]
             victim.signal(signal.SIGSTOP)
             victim.kill()
-            inside += (word[0] & 0xFFFF) in slot_of and slot_of[word[0] & 0xFFFF] is victim
+            inside += slot_of.get(word[0] & 0xFFFF) is victim
             cache.lookup(prompt_of(0)).release()
         cache.reap()
         assert use(cache) == (0, 0, 0)
