@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from ledger import BLOCK_SIZE, SLOT_STATE, SLOTS, Ledger, Prompt
+from numpy.typing import NDArray
 
 from shmradix import RadixCache, tier
 from shmradix.errors import LeaseError, SlotsFull
@@ -54,23 +55,27 @@ def digest_of(prompt: Prompt, depth: int) -> int:
 
 
 class MemoryTier:
-    """A tier in the ledger's memory: a new state takes its place whatever was there."""
+    """A tier in the ledger's memory: a new state takes its place whatever was there.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._records = ledger.tiered
+    Many workers write one record at a time, field by field: its check covers the key too, so what two of them wrote
+    between them is nobody's state.
+    """
+
+    def __init__(self, records: NDArray[np.void]) -> None:
+        self._records = records
 
     def put(self, key: int, state: bytes) -> bool:
         record = self._records[key % len(self._records)]
         record["key"] = 0
         record["state"] = np.frombuffer(state, SLOT_STATE)[0]
-        record["check"] = _check_of(state)
+        record["check"] = _check_of(key, state)
         record["key"] = key
         return True
 
     def get(self, key: int) -> bytes | None:
         record = self._records[key % len(self._records)].copy()
         state: bytes = record["state"].tobytes()
-        return state if record["key"] == key and record["check"] == _check_of(state) else None
+        return state if record["key"] == key and record["check"] == _check_of(key, state) else None
 
     def remove(self, key: int) -> bool:
         record = self._records[key % len(self._records)]
@@ -80,15 +85,15 @@ class MemoryTier:
         return found
 
 
-def _check_of(state: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
+def _check_of(key: int, state: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key.to_bytes(8, "little") + state, digest_size=8).digest(), "little")
 
 
 class EitherTier:
     """Files and memory by turns."""
 
     def __init__(self, ledger: Ledger, path: str) -> None:
-        self.files, self.memory = FileTier(path, FILES * (SLOT_STATE.itemsize + 32)), MemoryTier(ledger)
+        self.files, self.memory = FileTier(path, FILES * (SLOT_STATE.itemsize + 32)), MemoryTier(ledger.tiered)
 
     def put(self, key: int, state: bytes) -> bool:
         return self.files.put(key, state) if key % 2 else self.memory.put(key, state)
