@@ -1,4 +1,4 @@
-"""The tier that the stress and the kill tool keep in memory: whoever writes a record meanwhile, no other key's state."""
+"""The tier in memory of the stress and the kill tool: whoever writes a record meanwhile, no other key's state."""
 
 from __future__ import annotations
 
