@@ -21,7 +21,7 @@ import psutil
 from shmradix import compile, locks, semaphores
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
 from shmradix.guard import PARKED, SNAPSHOTS, TREE
-from shmradix.layout import GUARDS
+from shmradix.layout import GUARDS, SEMAPHORES
 from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
 from shmradix.segment import Segment
 from shmradix.status import BUSY, BUSY_SNAPSHOTS, CORRUPT
@@ -38,10 +38,11 @@ class Worker:
         self.segment = segment
         self.entries = compile.load()
         self.snapshots = compile.load("snapshot_entries") if segment.geometry.max_snapshots else None
+        self.blocks = compile.load("block_entries") if segment.geometry.num_blocks else None
         self._lock_timeout = lock_timeout
         self._handle = make_handle(segment.views, segment.geometry)
-        self._address: int = self._handle.ctypes.data
-        self._parking: list[Parking] = []  # for each guard
+        self.address: int = self._handle.ctypes.data
+        self._parking: list[Parking] = []  # for each guard, and for claims
         self._queue = threading.RLock()  # re-entrant: a signal handler may use the handle that it interrupts
         self._calls = 0  # of the thread that has the queue: more than one in such a handler
         self._file: io.FileIO | None = None  # whose lock is the slot
@@ -49,10 +50,12 @@ class Worker:
         self.tag = 0
         self.closed = False
         self.unreturned: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, count) of evictions that were cut short
+        self.undelivered: list[tuple[np.ndarray, np.ndarray]] = []  # (blocks, counts) of allocations, likewise
+        self.evicted: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, counts) of what allocations evicted
         _workers.add(self)
         try:
-            for guard in GUARDS:
-                self._parking.append(_parking(segment, guard))
+            for which in SEMAPHORES:
+                self._parking.append(_parking(segment, which))
             self.locked(lambda: None)
         except BaseException:
             self.forget()
@@ -81,7 +84,7 @@ class Worker:
 
     def read(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point that takes no guard."""
-        return self.locked(kernel, self._address, *args)
+        return self.locked(kernel, self.address, *args)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point, waiting for its guard as long as it takes; only within `locked`.
@@ -89,7 +92,7 @@ class Worker:
         Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment
         when the kernel met an index that points nowhere, CacheClosed.
         """
-        answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
+        answer = kernel(self.address, self.tag, time.monotonic_ns(), *args)
         if answer[0] == BUSY:
             answer = self._call_parked(TREE, kernel, *args)
         elif answer[0] == BUSY_SNAPSHOTS:
@@ -106,14 +109,14 @@ class Worker:
         started = time.monotonic()
         self.segment.views.workers["counters"][owner_of(self.tag)[0]][LOCK_WAITS] += 1
         while True:
-            word = self.entries.announce(self._address, guard)
+            word = self.entries.announce(self.address, guard)
             if word and not self._parking[guard].sleep() and self._is_dead(*owner_of(word)):
                 self._take_over(guard, word)
             elif word:
                 self._check_deadline(guard, word, started)
             if self.closed and kernel not in self._buriers():
                 raise self._closed_error()
-            answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
+            answer = kernel(self.address, self.tag | PARKED, time.monotonic_ns(), *args)
             if answer[0] not in (BUSY, BUSY_SNAPSHOTS):
                 return answer
 
@@ -128,7 +131,7 @@ class Worker:
 
     def _take_over(self, guard: int, word: int) -> None:
         started = time.monotonic_ns()
-        done, wake = self.entries.take_over(self._address, self.tag, started, guard, word)
+        done, wake = self.entries.take_over(self.address, self.tag, started, guard, word)
         if wake:
             self._parking[guard].wake()
         if done == 2:
@@ -283,11 +286,11 @@ class Worker:
         """In a forked child: the slot stays the parent's, its lock is closed, and no thread of the parent is here."""
         self._queue, self._calls = threading.RLock(), 0
         self._file, self.slot, self.tag = None, -1, 0
-        self.unreturned = []
+        self.unreturned, self.undelivered, self.evicted = [], [], []
 
 
-def _parking(segment: Segment, guard: str) -> Parking:
-    semaphore = semaphores.name_of(segment.name, segment.incarnation, guard)
+def _parking(segment: Segment, which: str) -> Parking:
+    semaphore = semaphores.name_of(segment.name, segment.incarnation, which)
     semaphores.make(semaphore, segment.mode)
     parking = None
     try:
