@@ -15,6 +15,7 @@ import numpy as np
 from shmradix import segment as segments
 from shmradix import verify
 from shmradix.block_methods import BlockMethods
+from shmradix.claiming import Claim
 from shmradix.errors import (
     BlockError,
     CacheClosed,
@@ -313,6 +314,20 @@ class RadixCache(BlockMethods, SnapshotMethods):
         if match._lease:
             self._worker.run(self._worker.entries.shorten, match._lease, match._born, depth)
         match._cut_to(depth, self.block_size)
+
+    def claim(
+        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+    ) -> Claim:
+        """Look a prompt up, and say that this worker computes the rest of it, unless another does: see `Claim`.
+
+        A claim is on the first full block that the cache lacks. It ends with its `release`, when `Claim.insert` has
+        stored the last full block, at a `clear`, and with its worker. Raises ClaimsFull, and what `lookup` raises.
+        """
+        if not self._segment.geometry.max_claims:
+            raise ValueError(f"cache {self.name!r} has no claims: create it with max_claims")
+        ids = as_tokens(tokens)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        return Claim(self, ids.copy(), keys.copy(), adapter_id, salt)
 
     def peek_matched_tokens(
         self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None

@@ -7,7 +7,7 @@ the first a status, the second 1 + the guard whose waiters are to be woken, or 0
 import numpy as np
 from numba.types import Array, UniTuple, int64, uint8, uint32, uint64
 
-from shmradix import guard, leases, pool, recovery, sections, tree
+from shmradix import claims, guard, leases, pool, recovery, sections, tree
 from shmradix.compile import entry
 from shmradix.guard import TREE
 from shmradix.status import BUSY, MISMATCH, NOT_HELD, OK
@@ -188,6 +188,7 @@ def bury(handle, tag, now, slot, generation):
         return BUSY, 0
     leases.drop_all_of(seg, slot, generation)
     pool.free_all_of(seg, slot, generation)
+    claims.drop_all_of(seg, slot, generation)
     if seg.workers["generation"][slot] == generation:
         seg.workers["pid"][slot] = 0
     return sections.end(seg, OK)

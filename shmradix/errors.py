@@ -63,7 +63,7 @@ class ClaimsFull(ShmradixError):
 
 
 class ClaimError(ShmradixError):
-    """The claim is not this worker's any more."""
+    """The claim is not this worker's, so it can't insert by it or release it."""
 
 
 class CorruptBlock(ShmradixError):

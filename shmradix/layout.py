@@ -57,7 +57,8 @@ GUARD = np.dtype(
     align=True,
 )
 GUARDS = ("tree", "snapshots")
-SEMAPHORES = (*GUARDS, "claims")
+CLAIMS = "claims"
+SEMAPHORES = (*GUARDS, CLAIMS)
 """Where workers sleep: on a guard that is taken, or on a claim of another's."""
 
 STATE = np.dtype(
@@ -171,12 +172,13 @@ CLAIM = np.dtype(
         ("generation", "<i8"),  # of the worker's slot
         ("adapter_id", "<u8"),
         ("salt", "<u8", (4,)),  # as a namespace's
-        ("prefix_hash", "<u8", (2,)),  # of the prompt up to the end of the first block that is not in the tree
+        ("prefix_hash", "<u8", (2,)),  # of the prompt up to the end of the block that is computed
+        ("next_hash", "<u8", (2,)),  # likewise, of the one behind those that are about to be inserted
         ("token_count", "<u4"),  # up to there
+        ("next_count", "<u4"),
         ("worker", "<u4"),  # slot + 1
         ("waiters", "<u4"),  # to wake; some may have gone
-        ("padding", "<u4"),
-        ("reserved", "<u8", (3,)),
+        ("reserved", "<u8"),
     ],
     align=True,
 )
@@ -247,7 +249,7 @@ LIMITS = {
     "tail_lease": (0, 1 << 30),
     "retention": (0, len(RETENTIONS) - 1),
     "num_blocks": (0, 1 << 30),
-    "max_claims": (0, 1 << 24),
+    "max_claims": (0, 1 << 16),
     "block_nbytes": (0, 1 << 40),
     "snapshot_nbytes": (0, 1 << 40),
     "checksums": (0, 1),

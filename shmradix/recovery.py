@@ -6,7 +6,7 @@ before it. Everything else is derived from that here, in one pass that may itsel
 
 import numpy as np
 
-from shmradix import pool
+from shmradix import claims, pool
 from shmradix.atomics import store_release
 from shmradix.compile import kernel
 from shmradix.hashing import block_hash
@@ -132,3 +132,4 @@ def rebuild(seg):
         if nodes["first_child"][root] == 0:
             remove_root(seg, root)
     pool.rebuild(seg)
+    claims.rebuild(seg)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shmradix import claim_invariants
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import NO_BLOCK, Geometry, Views
 from shmradix.pool_invariants import CHECKS as POOL_CHECKS
@@ -49,7 +50,7 @@ def _invariant(name: str) -> Callable[[Check], Check]:
 
 def names() -> list[str]:
     """The invariants' names; the first is number 1."""
-    return [name for name, _ in _CHECKS] + [name for name, _ in SNAPSHOT_CHECKS + POOL_CHECKS]
+    return [name for name, _ in [*_CHECKS, *SNAPSHOT_CHECKS, *POOL_CHECKS]] + [claim_invariants.NAME]
 
 
 def check(views: Views, geometry: Geometry) -> list[Violation]:
@@ -66,6 +67,8 @@ def check(views: Views, geometry: Geometry) -> list[Violation]:
     )
     found = _run(_CHECKS, image, 1, _LAST_OF_BOUNDS)
     found += _run(SNAPSHOT_CHECKS, image_of(views, geometry), 1 + len(_CHECKS), SNAPSHOT_BOUNDS)
+    claims = claim_invariants.violations(views, geometry)
+    found += [Violation(len(names()), claim_invariants.NAME, detail) for detail in claims]
     if any(violation.number <= _LAST_OF_BOUNDS for violation in found):
         return found  # which nodes there are, nobody knows
     return found + _run(POOL_CHECKS, pool_image_of(views, geometry), 1 + len(_CHECKS) + len(SNAPSHOT_CHECKS), 0)

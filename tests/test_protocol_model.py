@@ -360,7 +360,7 @@ def run_worker(kernels: Any, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(workers, "_parking", lambda segment, guard: parked)
     monkeypatch.setattr(workers.Worker, "describe", lambda self, slot: "")
     segment: Any = SimpleNamespace(
-        name="", geometry=SimpleNamespace(max_workers=3, max_snapshots=0), close=lambda: None,
+        name="", geometry=SimpleNamespace(max_workers=3, max_snapshots=0, num_blocks=0), close=lambda: None,
         open_for_locks=lambda: SimpleNamespace(close=lambda: tape.access("drop")),
         views=SimpleNamespace(workers=tape, guards={"acquired_ns": [0], "owner": np.zeros(2, np.int64)}),
     )  # fmt: skip
