@@ -308,13 +308,15 @@ class Visit:
         given = self.cache.allocate(count).tolist() if count <= self.geometry.num_blocks else []
         views, others = self.before(), before.blocks["worker"]
         first, used = 1 + self.geometry.max_namespaces, int(views.state["nodes_used"][0])
-        nodes = views.nodes[first:used]
+        nodes, then = views.nodes[first:used], before.nodes[first:used]
         stored = {*nodes["block"][nodes["born"] != 0].tolist()}
+        evicted = {*then["block"][(then["born"] != 0) & (nodes["born"] == 0)].tolist()}
         for block in given:
             require(block < self.geometry.num_blocks, f"BLOCK NOWHERE: {block}")
             require(block not in self.blocks, f"BLOCK TWICE: {block} was given out before")
-            # One that was known as free and that a node has all the same: the node's block is what is damaged.
-            require(block not in stored or others[block] == 0, f"BLOCK TWICE: {block} is in the tree")
+            # One that was known as free, or another node's, and that a node has all the same: that is what is damaged.
+            is_known = others[block] == 0 or block in evicted
+            require(block not in stored or is_known, f"BLOCK TWICE: {block} is in the tree")
             is_anothers = self.image.are_alive and int(others[block]) - 1 in self.image.base.slots
             require(not is_anothers or self.image.is_dirty, f"BLOCK TWICE: {block} is a worker's")
             self.blocks.add(block)
