@@ -54,8 +54,8 @@ RECORDS = {
     "claim": (
         128,
         "0 born i64, 8 taken_ns i64, 16 epoch i64, 24 generation i64, 32 adapter_id u64, 40 salt u64[4], "
-        "72 prefix_hash u64[2], 88 token_count u32, 92 worker u32, 96 waiters u32, 100 padding u32, "
-        "104 reserved u64[3]",
+        "72 prefix_hash u64[2], 88 next_hash u64[2], 104 token_count u32, 108 next_count u32, 112 worker u32, "
+        "116 waiters u32, 120 reserved u64",
     ),
     "snapshot_state": (
         64,
@@ -161,7 +161,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0x02CF7C69066C3FAF
+        assert header["fingerprint"] == 0xF5F3607D1802E29F
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]
