@@ -2,6 +2,7 @@
 
 from shmradix import errors
 from shmradix.cache import RadixCache
+from shmradix.claiming import Claim
 from shmradix.layout import NO_BLOCK, NO_DISK
 from shmradix.results import EvictedBlocks, InsertAcquired, PrefixMatch, Stats
 from shmradix.version import __version__
@@ -9,6 +10,7 @@ from shmradix.version import __version__
 __all__ = [
     "NO_BLOCK",
     "NO_DISK",
+    "Claim",
     "EvictedBlocks",
     "InsertAcquired",
     "PrefixMatch",

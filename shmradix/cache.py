@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import threading
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Union
 
@@ -13,7 +14,10 @@ import numpy as np
 
 from shmradix import segment as segments
 from shmradix import verify
+from shmradix.block_methods import BlockMethods
+from shmradix.claiming import Claim
 from shmradix.errors import (
+    BlockError,
     CacheClosed,
     LayoutMismatch,
     LeaseError,
@@ -32,18 +36,18 @@ from shmradix.inputs import (
     as_session,
     as_tokens,
 )
-from shmradix.layout import COUNTERS, RETENTIONS, Geometry
+from shmradix.layout import COUNTERS, LATEST, Geometry
 from shmradix.results import EvictedBlocks, InsertAcquired, PrefixMatch, Stats
 from shmradix.segment import Segment
+from shmradix.sizes import as_geometry
 from shmradix.snapshot_methods import PendingSnapshot, SnapshotMethods
-from shmradix.status import LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
+from shmradix.status import BLOCK_NOT_HELD, LEASES_FULL, MISMATCH, NAMESPACES_FULL, STALE
 from shmradix.verify import Violation
 
-LATEST = (1 << 63) - 1  # later than any clock
 _EVICT_STEP = 1024  # blocks that are taken out in one critical section
 
 
-class RadixCache(SnapshotMethods):
+class RadixCache(BlockMethods, SnapshotMethods):
     """A radix tree over block-sized chunks of token ids in shared memory: how much of a prompt is cached, and where.
 
     Get one with `create`, `attach` or `open`; each handle is one worker. A handle may be used by many threads; a forked
@@ -70,7 +74,7 @@ class RadixCache(SnapshotMethods):
         cls,
         name: str,
         *,
-        max_blocks: int,
+        max_blocks: int | None = None,
         block_size: int = 16,
         max_leases: int = 4096,
         max_workers: int = 64,
@@ -80,6 +84,14 @@ class RadixCache(SnapshotMethods):
         snapshot_alpha: float = 0.0,
         tail_lease: int = 64,
         retention: str = "session",
+        num_blocks: int = 0,
+        block_nbytes: int = 0,
+        block_shape: Sequence[int] = (),
+        dtype: Any = None,
+        snapshot_nbytes: int = 0,
+        checksums: bool = False,
+        huge_pages: bool = False,
+        max_claims: int = 256,
         mode: int = 0o600,
         lock_timeout: float | None = None,
     ) -> "RadixCache":
@@ -93,10 +105,20 @@ class RadixCache(SnapshotMethods):
         slots that hold them `snapshot_slots` are managed by the cache, 0 leaves that to the callers. `retention`
         ("session" or "chain"), `snapshot_alpha` and `tail_lease` say which go first; see docs/snapshots.md.
 
+        With `num_blocks` the cache manages the blocks themselves, numbered from 0 (see `allocate`), and `max_blocks` is
+        as many unless said. `block_nbytes`, or `block_shape` and `dtype`, and `snapshot_nbytes` have it hold their
+        bytes, too, see `kv` and `states`: at page boundaries, in huge pages where asked for and the machine has them,
+        each block with a checksum where asked for. `max_claims` bounds the prefills under way; see `claim`.
+
         Raises SegmentExists, SharedMemoryFull, AccessDenied, ValueError, TypeError.
         """
-        index = max_snapshots, snapshot_slots, tail_lease, _as_retention(retention), snapshot_alpha
-        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, *index)
+        geometry = as_geometry(
+            block_size=block_size, max_blocks=max_blocks, max_namespaces=max_namespaces, max_leases=max_leases,
+            max_workers=max_workers, max_snapshots=max_snapshots, snapshot_slots=snapshot_slots,
+            snapshot_alpha=snapshot_alpha, tail_lease=tail_lease, retention=retention, num_blocks=num_blocks,
+            block_nbytes=block_nbytes, block_shape=block_shape, dtype=dtype, snapshot_nbytes=snapshot_nbytes,
+            checksums=checksums, huge_pages=huge_pages, max_claims=max_claims,
+        )  # fmt: skip
         mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
         segments.check_name(name)
         _workers(geometry)  # compiled before anything exists that an interrupted compilation would leave behind
@@ -126,7 +148,7 @@ class RadixCache(SnapshotMethods):
         cls,
         name: str,
         *,
-        max_blocks: int,
+        max_blocks: int | None = None,
         block_size: int = 16,
         max_leases: int = 4096,
         max_workers: int = 64,
@@ -136,6 +158,14 @@ class RadixCache(SnapshotMethods):
         snapshot_alpha: float = 0.0,
         tail_lease: int = 64,
         retention: str = "session",
+        num_blocks: int = 0,
+        block_nbytes: int = 0,
+        block_shape: Sequence[int] = (),
+        dtype: Any = None,
+        snapshot_nbytes: int = 0,
+        checksums: bool = False,
+        huge_pages: bool = False,
+        max_claims: int = 256,
         mode: int = 0o600,
         lock_timeout: float | None = None,
     ) -> "RadixCache":
@@ -143,8 +173,13 @@ class RadixCache(SnapshotMethods):
 
         Raises what `create` and `attach` raise, and LayoutMismatch where the segment exists with other sizes.
         """
-        index = max_snapshots, snapshot_slots, tail_lease, _as_retention(retention), snapshot_alpha
-        geometry = Geometry(block_size, max_blocks, max_namespaces, max_leases, max_workers, *index)
+        geometry = as_geometry(
+            block_size=block_size, max_blocks=max_blocks, max_namespaces=max_namespaces, max_leases=max_leases,
+            max_workers=max_workers, max_snapshots=max_snapshots, snapshot_slots=snapshot_slots,
+            snapshot_alpha=snapshot_alpha, tail_lease=tail_lease, retention=retention, num_blocks=num_blocks,
+            block_nbytes=block_nbytes, block_shape=block_shape, dtype=dtype, snapshot_nbytes=snapshot_nbytes,
+            checksums=checksums, huge_pages=huge_pages, max_claims=max_claims,
+        )  # fmt: skip
         mode, timeout = _as_mode(mode), _as_timeout(lock_timeout)
         while True:
             with contextlib.suppress(SegmentNotFound):
@@ -264,7 +299,7 @@ class RadixCache(SnapshotMethods):
         """The snapshot half of a lookup; gives the lease back where it fails."""
         try:
             if match.matched_tokens:
-                self._resume(match, ids, keys, limit, gate)
+                self._worker.locked(self._resume, match, ids, keys, limit, gate)
             if require_snapshot:
                 self._cut(match)
         except BaseException:
@@ -279,6 +314,20 @@ class RadixCache(SnapshotMethods):
         if match._lease:
             self._worker.run(self._worker.entries.shorten, match._lease, match._born, depth)
         match._cut_to(depth, self.block_size)
+
+    def claim(
+        self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
+    ) -> Claim:
+        """Look a prompt up, and say that this worker computes the rest of it, unless another does: see `Claim`.
+
+        A claim is on the first full block that the cache lacks. It ends with its `release`, when `Claim.insert` has
+        stored the last full block, at a `clear`, and with its worker. Raises ClaimsFull, and what `lookup` raises.
+        """
+        if not self._segment.geometry.max_claims:
+            raise ValueError(f"cache {self.name!r} has no claims: create it with max_claims")
+        ids = as_tokens(tokens)
+        keys = as_block_keys(block_keys, ids, self.block_size)
+        return Claim(self, ids.copy(), keys.copy(), adapter_id, salt)
 
     def peek_matched_tokens(
         self, tokens: Ids, *, adapter_id: int = 0, salt: bytes | None = None, block_keys: Ids | None = None
@@ -309,6 +358,7 @@ class RadixCache(SnapshotMethods):
         what matched is looked up again; the namespace is the match's. Without, `matched_tokens` says how much of the
         prompt a lease of this worker covers: that lease is extended (LeaseError where there is none of just that many
         blocks), and for less than a block a new one is taken, unless nothing was stored, which `release(tokens)` drops.
+        Blocks that the cache manages must be this worker's (BlockError); those not stored stay so, duplicates too.
         Nothing is evicted: what does not fit in `max_blocks` is not stored, see `inserted_tokens`. A match from before
         the last `clear()` stores nothing, see `stale`.
 
@@ -414,7 +464,7 @@ class RadixCache(SnapshotMethods):
     def evict(self, num_blocks: int) -> EvictedBlocks:
         """Take out up to `num_blocks` blocks that no lease needs, least recently used leaves first.
 
-        Where that leaves too few, what dead workers leased is freed, too.
+        Where that leaves too few, what dead workers leased is freed, too. Blocks that the cache manages are free then.
         """
         return self._evict(as_count("num_blocks", num_blocks), LATEST, reap=True)
 
@@ -454,12 +504,13 @@ class RadixCache(SnapshotMethods):
         """The counters of all workers and the totals of the tree."""
         geometry = self._segment.geometry
         seen = np.zeros(geometry.node_count, np.uint8)
-        _, _, blocks, leased, leases, namespaces = self._worker.run(self._worker.entries.totals, seen)
+        _, _, blocks, leased, leases, namespaces, *pool = self._worker.run(self._worker.entries.totals, seen)
+        free, private = pool if geometry.num_blocks else (geometry.max_blocks - blocks, 0)
         counters, recoveries, workers = self._worker.counters()
         snapshots, tiered = self._snapshot_totals()
         return Stats(
             **dict(zip(COUNTERS, counters)), recoveries=recoveries, blocks_live=blocks, blocks_leased=leased,
-            blocks_evictable=blocks - leased, blocks_free=geometry.max_blocks - blocks, leases=leases, workers=workers,
+            blocks_evictable=blocks - leased, blocks_free=free, blocks_private=private, leases=leases, workers=workers,
             namespaces=namespaces, snapshots=snapshots, snapshots_tiered=tiered,
         )  # fmt: skip
 
@@ -536,6 +587,11 @@ class RadixCache(SnapshotMethods):
             )
         if status == LEASES_FULL:
             return self._leases_full()
+        if status == BLOCK_NOT_HELD:
+            return BlockError(
+                f"cache {self.name!r}: block_table has a block that this worker was not given, or that is in the tree "
+                "already: expected blocks from allocate() beyond what the cache has of the prompt"
+            )
         if status == NAMESPACES_FULL:
             return NamespacesFull(
                 f"cache {self.name!r}: all max_namespaces={self._segment.geometry.max_namespaces} pairs of adapter and "
@@ -560,13 +616,9 @@ def _workers(geometry: Geometry) -> Any:
     workers.compile.load()
     if geometry.max_snapshots:
         workers.compile.load("snapshot_entries")
+    if geometry.num_blocks:
+        workers.compile.load("block_entries")
     return workers
-
-
-def _as_retention(value: Any) -> int:
-    if value not in RETENTIONS:
-        raise ValueError(f"retention={value!r}: expected one of {', '.join(RETENTIONS)}")
-    return RETENTIONS.index(value)
 
 
 def _as_mode(value: Any) -> int:

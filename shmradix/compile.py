@@ -21,8 +21,9 @@ import numba
 import xxhash
 
 SOURCES = (
-    "anchors", "atomics", "compile", "entries", "guard", "hash_keys", "hashing", "heap", "index", "layout", "leases",
-    "recovery", "retention", "snapshot_entries", "snapshot_views", "snapshots", "status", "tree", "views",
+    "allocation", "anchors", "atomics", "block_entries", "claim_entries", "claims", "compile", "entries", "guard",
+    "hash_keys", "hashing", "heap", "index", "layout", "leases", "pool", "recovery", "retention", "sections",
+    "snapshot_entries", "snapshot_views", "snapshots", "status", "tree", "views",
 )  # fmt: skip
 """The modules that end up in compiled code."""
 

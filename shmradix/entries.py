@@ -7,10 +7,10 @@ the first a status, the second 1 + the guard whose waiters are to be woken, or 0
 import numpy as np
 from numba.types import Array, UniTuple, int64, uint8, uint32, uint64
 
-from shmradix import guard, leases, recovery, tree
-from shmradix.compile import entry, kernel
+from shmradix import claims, guard, leases, pool, recovery, sections, tree
+from shmradix.compile import entry
 from shmradix.guard import TREE
-from shmradix.status import BUSY, CORRUPT, MISMATCH, NOT_HELD, OK
+from shmradix.status import BUSY, MISMATCH, NOT_HELD, OK
 from shmradix.views import FAULT, bounded, copy_segment, open_views
 
 _ids = Array(uint32, 1, "C", readonly=True)
@@ -20,39 +20,14 @@ _counts = Array(int64, 1, "C")
 _bytes = Array(uint8, 1, "C")
 
 
-@kernel
-def _checked(seg, status):
-    """The status, or CORRUPT where a fault was noted, which outranks any other."""
-    if seg.private[FAULT] != 0:
-        seg.private[FAULT] = 0
-        return np.int64(CORRUPT)
-    return np.int64(status)
-
-
-@kernel
-def _begin(seg, tag, now):
-    """Take the tree guard for a section that changes something. False if it is taken."""
-    if not guard.acquire(seg, TREE, tag, now):
-        return False
-    guard.begin(seg, TREE)
-    return True
-
-
-@kernel
-def _end(seg, status):
-    """Release the tree guard. Returns the status and which guard's waiters to wake: 1 + TREE, or 0."""
-    status = _checked(seg, status)
-    return status, np.int64(guard.release(seg, TREE))
-
-
 @entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _ids, _keys, _rows))
 def lookup(handle, tag, now, namespace, tokens, block_keys, out):
     """(status, wake, depth, lease, birth, partial block, partial tokens, epoch); see tree.lookup."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0, 0, 0, 0, 0, 0, 0
     status, depth, lease, born, block, agree, epoch = tree.lookup(seg, now, namespace, tokens, block_keys, out)
-    status, wake = _end(seg, status)
+    status, wake = sections.end(seg, status)
     return status, wake, depth, lease, born, block, agree, epoch
 
 
@@ -63,7 +38,7 @@ def peek(handle, tag, now, namespace, tokens, block_keys, out):
     if not guard.acquire(seg, TREE, tag, now):
         return BUSY, 0, 0
     depth = tree.peek(seg, namespace, tokens, block_keys, out)
-    status, wake = _end(seg, OK)
+    status, wake = sections.end(seg, OK)
     return status, wake, depth
 
 
@@ -83,8 +58,8 @@ def insert(
             return NOT_HELD, 0, 0, 0, 0
         depth, differs = tree.climb(seg, lease, tokens, block_keys, table, disk_table, out)
         if depth < 0:
-            return _checked(seg, MISMATCH), 0, 0, 0, 0
-    if not _begin(seg, tag, now):
+            return sections.checked(seg, MISMATCH), 0, 0, 0, 0
+    if not sections.begin(seg, tag, now):
         return BUSY, 0, 0, 0, 0
     status = OK
     if matched > 0:
@@ -103,7 +78,7 @@ def insert(
             seg, now, namespace, tokens, block_keys, table, disk_table, lease, depth, differs, epoch < 0, out, counts
         )
         born = seg.leases["born"][lease]
-    status, wake = _end(seg, status)
+    status, wake = sections.end(seg, status)
     return status, wake, depth, lease, born
 
 
@@ -111,28 +86,28 @@ def insert(
 def release(handle, tag, now, lease, born):
     """(status, wake): drop the lease if it is this worker's and was born then."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0
     status = OK
     if leases.is_held(seg, lease, born):
         leases.drop_lease(seg, lease)
     else:
         status = NOT_HELD
-    return _end(seg, status)
+    return sections.end(seg, status)
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64, int64))
 def shorten(handle, tag, now, lease, born, depth):
     """(status, wake): let the lookup's lease hold no more than its first `depth` blocks; see tree.shorten."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0
     status = OK
     if leases.is_held(seg, lease, born) and depth <= seg.leases["depth"][lease]:
         tree.shorten(seg, lease, depth)
     else:
         status = NOT_HELD
-    return _end(seg, status)
+    return sections.end(seg, status)
 
 
 @entry(UniTuple(int64, 4)(int64, int64, int64, _keys, _ids, _keys, int64, int64, int64))
@@ -142,7 +117,7 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
     Of equally deep ones, what an insert `by_tokens` took, or, if that is 0, what a lookup took.
     """
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0, 0, 0
     status = OK
     lease = leases.find_lease(seg, namespace, tokens, block_keys, shallowest, deepest, by_tokens != 0, False)
@@ -151,7 +126,7 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
         leases.drop_lease(seg, lease)
     else:
         status = NOT_HELD
-    status, wake = _end(seg, status)
+    status, wake = sections.end(seg, status)
     return status, wake, np.int64(lease), born
 
 
@@ -159,36 +134,40 @@ def release_path(handle, tag, now, namespace, tokens, block_keys, shallowest, de
 def evict(handle, tag, now, limit, latest, out, counts):
     """(status, wake), and in counts[0] the blocks taken out, where no exception can lose it; see tree.evict."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0
     tree.evict(seg, limit, latest, out, counts)
-    return _end(seg, OK)
+    return sections.end(seg, OK)
 
 
 @entry(UniTuple(int64, 3)(int64, int64, int64))
 def hide_all(handle, tag, now):
     """(status, wake, clock); see tree.hide_all."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0, 0
     clock = tree.hide_all(seg)
-    status, wake = _end(seg, OK)
+    status, wake = sections.end(seg, OK)
     return status, wake, clock
 
 
-@entry(UniTuple(int64, 6)(int64, int64, int64, _bytes))
+@entry(UniTuple(int64, 8)(int64, int64, int64, _bytes))
 def totals(handle, tag, now, seen):
-    """(status, wake, live blocks, leased blocks, leases, namespaces); see tree.leased_blocks for `seen`."""
+    """(status, wake, live blocks, leased blocks, leases, namespaces, free blocks, private ones).
+
+    The last two are of managed blocks. See tree.leased_blocks for `seen`.
+    """
     seg = open_views(handle)
     if not guard.acquire(seg, TREE, tag, now):
-        return BUSY, 0, 0, 0, 0, 0
+        return BUSY, 0, 0, 0, 0, 0, 0, 0
     state = seg.state
     blocks = bounded(seg, state["live_blocks"][0], seg.node_count - seg.first_block_node)
     live_leases = bounded(seg, state["live_leases"][0], seg.lease_count - 1)
     namespaces = bounded(seg, state["live_namespaces"][0], seg.first_block_node - 1)
+    free, private = pool.free_count(seg), bounded(seg, state["private_blocks"][0], len(seg.blocks))
     wake = np.int64(guard.release(seg, TREE))
     leased = min(tree.leased_blocks(seg, seen), blocks)
-    return _checked(seg, OK), wake, blocks, leased, live_leases, namespaces
+    return sections.checked(seg, OK), wake, blocks, leased, live_leases, namespaces, free, private
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, _bytes))
@@ -198,19 +177,21 @@ def copy(handle, tag, now, out):
     if not guard.acquire(seg, TREE, tag, now):
         return BUSY, 0
     copy_segment(handle, out)
-    return _end(seg, OK)
+    return sections.end(seg, OK)
 
 
 @entry(UniTuple(int64, 2)(int64, int64, int64, int64, int64))
 def bury(handle, tag, now, slot, generation):
     """(status, wake): free all that the slot's holders up to this generation hold, and its pid if none came after."""
     seg = open_views(handle)
-    if not _begin(seg, tag, now):
+    if not sections.begin(seg, tag, now):
         return BUSY, 0
     leases.drop_all_of(seg, slot, generation)
+    pool.free_all_of(seg, slot, generation)
+    claims.drop_all_of(seg, slot, generation)
     if seg.workers["generation"][slot] == generation:
         seg.workers["pid"][slot] = 0
-    return _end(seg, OK)
+    return sections.end(seg, OK)
 
 
 @entry(int64(int64, int64))

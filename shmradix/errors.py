@@ -45,6 +45,31 @@ class NamespacesFull(ShmradixError):
     """Every namespace (adapter and salt) is in use."""
 
 
+class NoFreeBlocks(ShmradixError):
+    """Fewer blocks are free or evictable than were asked for; the numbers of blocks are the error's attributes."""
+
+    free: int = 0
+    evictable: int = 0
+    leased: int = 0
+    private: int = 0
+
+
+class BlockError(ShmradixError):
+    """A managed block is not this worker's, so it can't free or insert it."""
+
+
+class ClaimsFull(ShmradixError):
+    """Every claim is in use."""
+
+
+class ClaimError(ShmradixError):
+    """The claim is not this worker's, so it can't insert by it or release it."""
+
+
+class CorruptBlock(ShmradixError):
+    """A block's bytes are not those that its checksum is of."""
+
+
 class SnapshotsFull(ShmradixError):
     """Every record of the snapshot index is in use."""
 

@@ -80,15 +80,31 @@ def as_block_table(block_table: Ids, blocks: int) -> np.ndarray:
         raise ValueError(
             f"block_table has {len(array)} entries: expected at least {blocks}, one for each full block of tokens"
         )
-    array = array[:blocks]
+    return _all_different("block_table", array[:blocks])
+
+
+def as_blocks(blocks: Ids) -> np.ndarray:
+    """Block ids as uint32[n], all different, none NO_BLOCK."""
+    return _all_different("blocks", _integers("blocks", blocks, _U32, "block ids"))
+
+
+def as_block_ids(blocks: Ids, num_blocks: int) -> np.ndarray:
+    """Ids of managed blocks as uint32[n], each below `num_blocks`; one may come more than once."""
+    array = _integers("blocks", blocks, _U32, "block ids")
+    beyond = np.flatnonzero(array >= num_blocks)
+    if beyond.size:
+        at = int(beyond[0])
+        raise ValueError(f"blocks[{at}]={array[at]}: expected block ids, from 0 to {num_blocks - 1}")
+    return array
+
+
+def _all_different(name: str, array: np.ndarray) -> np.ndarray:
     ordered = np.sort(array)
-    if blocks and ordered[-1] == NO_BLOCK:
-        raise ValueError(f"block_table holds {NO_BLOCK}, which stands for no block: expected block ids below it")
+    if array.size and ordered[-1] == NO_BLOCK:
+        raise ValueError(f"{name} holds {NO_BLOCK}, which stands for no block: expected block ids below it")
     same = np.flatnonzero(ordered[1:] == ordered[:-1])
     if same.size:
-        raise ValueError(
-            f"block_table holds block {ordered[same[0]]} more than once: expected a block of its own for each"
-        )
+        raise ValueError(f"{name} holds block {ordered[same[0]]} more than once: expected a block of its own for each")
     return array
 
 

@@ -19,6 +19,7 @@ LINE = 64  # bytes of a cache line; every section starts on one
 NO_BLOCK = 0xFFFF_FFFF
 NO_DISK = 0xFFFF_FFFF
 TOKEN_MAX = 0xFFFF_FFFF
+LATEST = (1 << 63) - 1  # later than any clock
 
 HEADER = np.dtype(
     {
@@ -26,15 +27,20 @@ HEADER = np.dtype(
             "magic", "version", "byte_order", "fingerprint", "size", "incarnation", "hash_seed", "created_ns",
             "boot_id", "creator_pid", "block_size", "max_blocks", "max_namespaces", "max_leases",
             "max_workers", "max_snapshots", "bucket_count", "snapshot_slots", "tail_lease", "retention",
-            "snapshot_alpha",
+            "snapshot_alpha", "num_blocks", "max_claims", "block_nbytes", "snapshot_nbytes", "checksums", "huge_pages",
+            "block_shape", "block_dtype",
         ],
         "formats": [
             "<u8", "<u4", "<u4", "<u8", "<u8", "<u8", "<u8", "<i8",
             ("<u8", (2,)), "<u4", "<u4", "<u4", "<u4", "<u4",
             "<u4", "<u4", "<u4", "<u4", "<u4", "<u4",
-            "<f8",
+            "<f8", "<u4", "<u4", "<u8", "<u8", "<u4", "<u4",
+            ("<u4", (8,)), "S16",
         ],
-        "offsets": [0, 8, 12, 16, 24, 32, 40, 48, 56, 72, 76, 80, 84, 88, 92, 96, 100, 104, 108, 112, 120],
+        "offsets": [
+            0, 8, 12, 16, 24, 32, 40, 48, 56, 72, 76, 80, 84, 88, 92, 96, 100, 104, 108, 112, 120, 128, 132, 136, 144,
+            152, 156, 160, 192,
+        ],
         "itemsize": 4096,
     },
     align=True,
@@ -51,6 +57,9 @@ GUARD = np.dtype(
     align=True,
 )
 GUARDS = ("tree", "snapshots")
+CLAIMS = "claims"
+SEMAPHORES = (*GUARDS, CLAIMS)
+"""Where workers sleep: on a guard that is taken, or on a claim of another's."""
 
 STATE = np.dtype(
     [
@@ -66,7 +75,11 @@ STATE = np.dtype(
         ("live_namespaces", "<u4"),
         ("live_leases", "<u4"),
         ("heap_size", "<u4"),
-        ("reserved", "<u8", (9,)),
+        ("free_block", "<u4"),  # head of the list of free blocks, its number + 1, through next_free
+        ("free_blocks", "<u4"),
+        ("private_blocks", "<u4"),
+        ("claims_used", "<u4"),  # claims from here on were never used
+        ("reserved", "<u8", (7,)),
     ],
     align=True,
 )
@@ -139,6 +152,37 @@ NODE = np.dtype(
     align=True,
 )
 
+# Of a managed block: a live node has it, else the worker that is named here, else it is free.
+BLOCK = np.dtype(
+    [
+        ("generation", "<i8"),  # of the worker's slot
+        ("worker", "<u4"),  # slot + 1; 0: free; IN_TREE: a node has it
+        ("next_free", "<u4"),  # the next free block's number + 1
+    ],
+    align=True,
+)
+IN_TREE = 0xFFFF_FFFF
+CHECKSUM = np.dtype("<u8")  # xxh3-64 of a block's bytes; 0: not sealed since it was allocated
+
+CLAIM = np.dtype(
+    [
+        ("born", "<i8"),  # 0: free; else unique, written last
+        ("taken_ns", "<i8"),  # monotonic
+        ("epoch", "<i8"),
+        ("generation", "<i8"),  # of the worker's slot
+        ("adapter_id", "<u8"),
+        ("salt", "<u8", (4,)),  # as a namespace's
+        ("prefix_hash", "<u8", (2,)),  # of the prompt up to the end of the block that is computed
+        ("next_hash", "<u8", (2,)),  # likewise, of the one behind those that are about to be inserted
+        ("token_count", "<u4"),  # up to there
+        ("next_count", "<u4"),
+        ("worker", "<u4"),  # slot + 1
+        ("waiters", "<u4"),  # to wake; some may have gone
+        ("reserved", "<u8"),
+    ],
+    align=True,
+)
+
 HEAP = np.dtype([("last_use", "<i8"), ("node", "<u4"), ("padding", "<u4")], align=True)
 TOKEN = np.dtype("<u4")
 BUCKET = np.dtype("<u4")
@@ -204,8 +248,18 @@ LIMITS = {
     "snapshot_slots": (0, 1 << 16),
     "tail_lease": (0, 1 << 30),
     "retention": (0, len(RETENTIONS) - 1),
+    "num_blocks": (0, 1 << 30),
+    "max_claims": (0, 1 << 16),
+    "block_nbytes": (0, 1 << 40),
+    "snapshot_nbytes": (0, 1 << 40),
+    "checksums": (0, 1),
+    "huge_pages": (0, 1),
 }
 MAX_ALPHA = 8.0
+PAGE = 4096
+MAP_STEP = 1 << 16  # what a mapping may begin at: the largest page of the machines that we run on
+HUGE_PAGE = 2 << 20
+MAX_DIMENSIONS, MAX_DTYPE_NAME = 8, 16
 
 
 def words_of(dtype: np.dtype[Any]) -> int:
@@ -245,6 +299,9 @@ class Views(NamedTuple):
     tokens: np.ndarray
     heap: np.ndarray
     buckets: np.ndarray
+    blocks: np.ndarray
+    claims: np.ndarray
+    checksums: np.ndarray
     snapshot_state: np.ndarray
     snapshots: np.ndarray
     slots: np.ndarray
@@ -266,6 +323,14 @@ class Geometry:
     tail_lease: int = 64
     retention: int = 0
     snapshot_alpha: float = 0.0
+    num_blocks: int = 0
+    max_claims: int = 0
+    block_nbytes: int = 0
+    snapshot_nbytes: int = 0
+    checksums: int = 0
+    huge_pages: int = 0
+    block_shape: tuple[int, ...] = ()
+    block_dtype: str = ""
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -282,11 +347,27 @@ class Geometry:
         if not 0 <= self.snapshot_alpha <= MAX_ALPHA:
             raise ValueError(f"snapshot_alpha={self.snapshot_alpha!r}: expected a number from 0 to {MAX_ALPHA}")
         object.__setattr__(self, "snapshot_alpha", float(self.snapshot_alpha))
+        self._check_bytes()
         if self.snapshot_slots > self.max_snapshots:
             raise ValueError(
                 f"snapshot_slots={self.snapshot_slots} beside max_snapshots={self.max_snapshots}: expected "
                 "max_snapshots at least as large, and larger by as many as may be in a tier"
             )
+
+    def _check_bytes(self) -> None:
+        if self.block_nbytes and not self.num_blocks:
+            raise ValueError(f"block_nbytes={self.block_nbytes} without num_blocks: expected how many blocks there are")
+        if self.snapshot_nbytes and not self.snapshot_slots:
+            raise ValueError(
+                f"snapshot_nbytes={self.snapshot_nbytes} without snapshot_slots: expected how many slots there are"
+            )
+        if self.checksums and not self.block_nbytes:
+            raise ValueError("checksums without block_nbytes: expected the size of the blocks that they are of")
+        if len(self.block_shape) > MAX_DIMENSIONS:
+            raise ValueError(f"block_shape={self.block_shape}: expected at most {MAX_DIMENSIONS} dimensions")
+        if len(self.block_dtype) > MAX_DTYPE_NAME or not self.block_dtype.isascii():
+            raise ValueError(f"dtype={self.block_dtype!r}: expected at most {MAX_DTYPE_NAME} ASCII characters")
+        object.__setattr__(self, "block_shape", tuple(int(length) for length in self.block_shape))
 
     @property
     def node_count(self) -> int:
@@ -321,6 +402,9 @@ class Geometry:
             ("tokens", TOKEN, (self.node_count, self.block_size)),
             ("heap", HEAP, (1 + self.max_blocks,)),
             ("buckets", BUCKET, (self.bucket_count,)),
+            ("blocks", BLOCK, (self.num_blocks,)),
+            ("claims", CLAIM, (1 + self.max_claims,)),
+            ("checksums", CHECKSUM, (self.num_blocks if self.checksums else 0,)),
             ("snapshot_state", SNAPSHOT_STATE, (1,)),
             ("snapshots", SNAPSHOT, (1 + self.max_snapshots,)),
             ("slots", SLOT, (self.snapshot_slots,)),
@@ -341,9 +425,38 @@ class Geometry:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole segment."""
+        """Bytes of all sections: the index."""
         last = self.sections()[-1]
         return last.offset + -(-last.nbytes // LINE) * LINE
+
+    @property
+    def block_stride(self) -> int:
+        """Bytes from one block's KV to the next one's: whole pages."""
+        return -(-self.block_nbytes // PAGE) * PAGE
+
+    @property
+    def snapshot_stride(self) -> int:
+        """Bytes from one slot's state to the next one's: whole pages."""
+        return -(-self.snapshot_nbytes // PAGE) * PAGE
+
+    @property
+    def kv_offset(self) -> int:
+        """Where the KV of block 0 begins, behind the index; `size` where there are no bytes at all."""
+        if not self.block_stride and not self.snapshot_stride:
+            return self.size
+        step = HUGE_PAGE if self.huge_pages else MAP_STEP
+        return -(-self.size // step) * step
+
+    @property
+    def states_offset(self) -> int:
+        """Where the state in slot 0 begins."""
+        end = self.kv_offset + self.num_blocks * self.block_stride
+        return -(-end // MAP_STEP) * MAP_STEP if self.snapshot_stride else end
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the file: the index, and behind it the KV bytes and the snapshots' states."""
+        return self.states_offset + self.snapshot_slots * self.snapshot_stride
 
     def views(self, buffer: Any) -> Views:
         """The segment in `buffer` (anything with the buffer protocol, at least `size` bytes) as arrays."""
@@ -351,7 +464,8 @@ class Geometry:
 
 
 _RECORDS = (
-    HEADER, GUARD, STATE, WORKER, NAMESPACE, LEASE, NODE, HEAP, SNAPSHOT_STATE, SNAPSHOT, SLOT, PIN, SESSION,
+    HEADER, GUARD, STATE, WORKER, NAMESPACE, LEASE, NODE, HEAP, BLOCK, CLAIM, SNAPSHOT_STATE, SNAPSHOT, SLOT, PIN,
+    SESSION,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ before it. Everything else is derived from that here, in one pass that may itsel
 
 import numpy as np
 
+from shmradix import claims, pool
 from shmradix.atomics import store_release
 from shmradix.compile import kernel
 from shmradix.hashing import block_hash
@@ -130,3 +131,5 @@ def rebuild(seg):
         state["live_namespaces"][0] += 1
         if nodes["first_child"][root] == 0:
             remove_root(seg, root)
+    pool.rebuild(seg)
+    claims.rebuild(seg)

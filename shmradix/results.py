@@ -70,7 +70,7 @@ class PrefixMatch:
         self._owner, self._namespace, self._rows, self._depth = owner, namespace, rows, depth
         self._lease, self._born, self._epoch = lease, born, epoch
         self._anchor = NO_ANCHOR
-        self._prompt: tuple[np.ndarray, bytes, np.ndarray, tuple[int, bool]] | None = None
+        self._prompt: tuple[np.ndarray, int, np.ndarray, tuple[int, bool]] | None = None
         self.matched_tokens = depth * block_size
         """Leading tokens of the prompt that are cached, a multiple of the block size."""
         self.partial_block = partial_block
@@ -239,6 +239,9 @@ class Stats:
     """Blocks on a leased path: not evictable."""
     blocks_evictable: int
     blocks_free: int
+    """Blocks that can be allocated without an eviction; where callers manage them: that can still be stored."""
+    blocks_private: int
+    """Managed blocks that a worker has and did not insert."""
     leases: int
     workers: int
     namespaces: int

@@ -25,6 +25,7 @@ import psutil
 from shmradix import layout, locks, semaphores
 from shmradix.errors import (
     AccessDenied,
+    CorruptSegment,
     LayoutMismatch,
     LockTimeout,
     NoSharedMemory,
@@ -35,6 +36,7 @@ from shmradix.errors import (
 )
 from shmradix.layout import Geometry
 from shmradix.semaphores import PREFIX, SHM
+from shmradix.sizes import is_consistent
 
 MAX_NAME = 200  # so that the semaphores' names stay below glibc's 251 characters
 
@@ -84,6 +86,24 @@ class Segment:
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.views = geometry.views(self._bytes)
         self.incarnation = int(self.views.header["incarnation"][0])
+        self.mapped: dict[str, np.ndarray] = {}
+        """What `map_bytes` gave, by what it holds, for as long as the segment is open."""
+
+    def map_bytes(self, offset: int, nbytes: int) -> np.ndarray:
+        """Map uint8[nbytes] of the file beyond the index, in huge pages where they were asked for and can be had.
+
+        `offset` is a multiple of MAP_STEP. Raises CorruptSegment where the file ends before.
+        """
+        try:
+            pages = mmap.mmap(self._file.fileno(), nbytes, offset=offset)
+        except ValueError:
+            raise CorruptSegment(
+                f"segment {self.name!r} was cut short below {offset + nbytes:,} bytes: unlink it and create it anew"
+            ) from None
+        if self.geometry.huge_pages:
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint8)
 
     def open_for_locks(self) -> io.FileIO:
         """A new open of this very segment, whatever became of its name."""
@@ -101,6 +121,7 @@ class Segment:
         self._file.close()
         self.__dict__.pop("views", None)
         self.__dict__.pop("_bytes", None)
+        self.mapped.clear()
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -145,7 +166,7 @@ def boot_id() -> np.ndarray:
 def attach(name: str) -> Segment:
     """Open the segment `name` and check all of it that must agree with this build before anything is trusted.
 
-    Raises SegmentNotFound, SegmentForeign, LayoutMismatch or AccessDenied; the segment stays as it is.
+    Raises SegmentNotFound, SegmentForeign, LayoutMismatch, CorruptSegment or AccessDenied; the segment stays as it is.
     """
     path = path_of(name)
     with _open(name, path) as file:
@@ -194,7 +215,13 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
         raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
     try:
         sizes = {field: int(header[field]) for field in layout.LIMITS}
-        geometry = Geometry(**sizes, snapshot_alpha=float(header["snapshot_alpha"]))
+        shape = header["block_shape"].tolist()
+        geometry = Geometry(
+            **sizes,
+            snapshot_alpha=float(header["snapshot_alpha"]),
+            block_shape=tuple(shape[: shape.index(0)] if 0 in shape else shape),
+            block_dtype=header["block_dtype"].decode(),
+        )
     except ValueError as error:
         raise LayoutMismatch(f"segment {name!r}: {error}: unlink it") from None
     if header["bucket_count"] != geometry.bucket_count:
@@ -202,10 +229,15 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
             f"segment {name!r} has bucket_count {int(header['bucket_count'])}, its geometry asks for "
             f"{geometry.bucket_count}: it was damaged; unlink it"
         )
-    if geometry.size != header["size"] or geometry.size != status.st_size:
+    if not is_consistent(geometry):
+        raise CorruptSegment(
+            f"segment {name!r} has blocks of {geometry.block_nbytes:,} bytes, shape {geometry.block_shape} and dtype "
+            f"{geometry.block_dtype!r}, which do not go together: it was damaged; unlink it"
+        )
+    if geometry.file_size != header["size"] or geometry.file_size != status.st_size:
         raise SegmentForeign(
             f"segment {name!r} has {status.st_size:,} bytes, its header says {int(header['size']):,}, "
-            f"its geometry needs {geometry.size:,}: it was cut short or damaged; unlink it"
+            f"its geometry needs {geometry.file_size:,}: it was cut short or damaged; unlink it"
         )
     return geometry
 
@@ -319,11 +351,11 @@ def sweep(name: str) -> None:
 
 def _reserve(name: str, fd: int, geometry: Geometry) -> None:
     """Have the kernel set memory aside now: a full /dev/shm must be an error here, not SIGBUS at a later store."""
-    if geometry.size > _room():
+    if geometry.file_size > _room():
         raise _full(name, geometry)
     try:
-        for start in range(0, geometry.size, _RESERVE_STEP):
-            os.posix_fallocate(fd, start, min(_RESERVE_STEP, geometry.size - start))
+        for start in range(0, geometry.file_size, _RESERVE_STEP):
+            os.posix_fallocate(fd, start, min(_RESERVE_STEP, geometry.file_size - start))
     except OSError:
         os.ftruncate(fd, 0)
         raise
@@ -343,10 +375,12 @@ def _room() -> int:
 
 def _full(name: str, geometry: Geometry) -> SharedMemoryFull:
     tokens = layout.TOKEN.itemsize * geometry.block_size
+    of_blocks = f"max_blocks={geometry.max_blocks:,} (each takes {tokens + 84} bytes, {tokens} of them its tokens)"
+    if geometry.block_stride:
+        of_blocks = f"num_blocks={geometry.num_blocks:,} (each takes {geometry.block_stride + tokens + 100:,} bytes)"
     return SharedMemoryFull(
         errno.ENOSPC,
-        f"segment {name!r} needs {geometry.size:,} bytes, {SHM} and memory have {_room():,}: "
-        f"lower max_blocks={geometry.max_blocks:,} (each takes {tokens + 84} bytes, {tokens} of them its tokens), "
+        f"segment {name!r} needs {geometry.file_size:,} bytes, {SHM} and memory have {_room():,}: lower {of_blocks}, "
         f"max_leases or max_snapshots, or enlarge {SHM} (in a container: --shm-size)",
     )
 
@@ -357,7 +391,7 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
     header["version"] = layout.VERSION
     header["byte_order"] = layout.BYTE_ORDER
     header["fingerprint"] = layout.FINGERPRINT
-    header["size"] = geometry.size
+    header["size"] = geometry.file_size
     header["incarnation"] = secrets.randbits(64)
     header["hash_seed"] = secrets.randbits(64)
     header["created_ns"] = time.time_ns()
@@ -367,6 +401,8 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
     for field in layout.LIMITS:
         header[field] = getattr(geometry, field)
     header["snapshot_alpha"] = geometry.snapshot_alpha
+    header["block_shape"][: len(geometry.block_shape)] = geometry.block_shape
+    header["block_dtype"] = geometry.block_dtype.encode()
     os.pwrite(fd, image.tobytes(), 0)
     segment = Segment(name, fd, geometry)
     try:
@@ -374,8 +410,12 @@ def _format(name: str, fd: int, geometry: Geometry, mode: int) -> Segment:
         segment.views.state["nodes_used"] = 1 + geometry.max_namespaces
         segment.views.state["namespaces_used"] = 1
         segment.views.state["leases_used"] = 1
-        for guard in layout.GUARDS:
-            semaphores.make(semaphores.name_of(name, segment.incarnation, guard), mode)
+        segment.views.state["claims_used"] = 1
+        segment.views.state["free_blocks"] = geometry.num_blocks
+        segment.views.state["free_block"] = min(geometry.num_blocks, 1)
+        segment.views.blocks["next_free"][:-1] = np.arange(2, geometry.num_blocks + 1)
+        for which in layout.SEMAPHORES:
+            semaphores.make(semaphores.name_of(name, segment.incarnation, which), mode)
     except BaseException:
         segment.close()
         raise

@@ -1,4 +1,4 @@
-"""The named semaphores of a segment, one for each guard: made and removed here, slept on in `parking.py`."""
+"""A segment's named semaphores, one a guard and one for claims: made and removed here, slept on in `parking.py`."""
 
 import contextlib
 import errno
@@ -14,9 +14,9 @@ SHM = Path("/dev/shm")
 PREFIX = "shmradix."
 
 
-def name_of(name: str, incarnation: int, guard: str) -> str:
-    """The name of the semaphore on which waiters for `guard` of this very segment sleep."""
-    return f"/{PREFIX}{name}.{incarnation:016x}.{guard}"
+def name_of(name: str, incarnation: int, which: str) -> str:
+    """The name of the semaphore on which waiters for `which` (see layout.SEMAPHORES) of this very segment sleep."""
+    return f"/{PREFIX}{name}.{incarnation:016x}.{which}"
 
 
 def make(semaphore: str, mode: int) -> None:
@@ -40,14 +40,14 @@ def _path_of(semaphore: str) -> Path:
 
 def remove(name: str, incarnation: int) -> None:
     """Remove the semaphores of one segment; whoever has them open goes on with them."""
-    for guard in layout.GUARDS:
+    for which in layout.SEMAPHORES:
         with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-            posix_ipc.unlink_semaphore(name_of(name, incarnation, guard))
+            posix_ipc.unlink_semaphore(name_of(name, incarnation, which))
 
 
 def remove_all(name: str) -> None:
     """Remove the semaphores of every segment that ever had the name."""
-    for guard in layout.GUARDS:
-        for path in SHM.glob(f"sem.{PREFIX}{name}.{'[0-9a-f]' * 16}.{guard}"):
+    for which in layout.SEMAPHORES:
+        for path in SHM.glob(f"sem.{PREFIX}{name}.{'[0-9a-f]' * 16}.{which}"):
             with contextlib.suppress(OSError):
                 path.unlink()

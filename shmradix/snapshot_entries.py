@@ -18,8 +18,7 @@ from shmradix.views import FAULT
 
 _ids = Array(uint32, 1, "C", readonly=True)
 _keys = Array(uint64, 1, "C", readonly=True)
-_candidates = Array(int64, 2, "C")
-_hashes = Array(uint64, 2, "C")
+_candidates = Array(uint64, 2, "C")
 _slots = Array(uint32, 1, "C")
 _counts = Array(int64, 1, "C")
 _marks = Array(int64, 1, "C")
@@ -37,6 +36,11 @@ def _end(seg, status):
 
 
 @kernel
+def _check_of(tokens):
+    return np.int64(anchors.check_of(tokens, np.uint64(len(tokens))))
+
+
+@kernel
 def _count_evicted(seg, its_class):
     """Count a snapshot that went to make room, unless it was displaced or cleared before."""
     if its_class != HIDDEN_CLASS:
@@ -44,11 +48,17 @@ def _count_evicted(seg, its_class):
         snapshots.count(seg, snapshots.EVICTIONS, 1)
 
 
-@entry(UniTuple(int64, 3)(int64, _keys, _ids, int64, uint64, int64))
+@entry(UniTuple(int64, 4)(int64, _keys, _ids, int64, uint64, int64))
 def deepest(handle, namespace, tokens, limit, session, hermetic):
-    """(depth, snapshot, reason), without the guard; see anchors.deepest."""
+    """(depth, snapshot, reason, check of all tokens), without the guard; see anchors.deepest."""
     depth, at, reason = anchors.deepest(open_index(handle), namespace, tokens, limit, session, hermetic)
-    return depth, np.int64(at), np.int64(reason)
+    return np.int64(depth), np.int64(at), np.int64(reason), _check_of(tokens)
+
+
+@entry(int64(int64, _ids))
+def check(handle, tokens):
+    """The check of all tokens, without the guard; see anchors.check_of."""
+    return _check_of(tokens)
 
 
 @entry(int64(int64, _keys, _ids, int64, uint64, int64, _candidates))
@@ -57,29 +67,41 @@ def all_within(handle, namespace, tokens, limit, session, hermetic, out):
     return anchors.all_within(open_index(handle), namespace, tokens, limit, session, hermetic, out)
 
 
-@entry(UniTuple(int64, 8)(int64, int64, int64, _keys, _candidates, _hashes, int64, uint64, int64, int64, int64))
-def take(handle, tag, now, namespace, candidates, hashes, limit, session, hermetic, epoch, reason):
-    """(status, wake, depth, slot, tier key, flags, pin, its birth); see anchors.take."""
+@entry(
+    UniTuple(int64, 7)(int64, int64, int64, _keys, int64, int64, uint64, uint64, int64, uint64, int64, int64)
+)  # fmt: skip
+def take(handle, tag, now, namespace, depth, at, low, high, limit, session, hermetic, epoch):
+    """(status, wake, slot, tier key, flags, pin, its birth); see anchors.take."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
-        return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0, 0
-    status, depth, at, pin, born = anchors.take(
-        seg, namespace, candidates, hashes, limit, session, hermetic, epoch, reason
-    )
-    record = seg.snapshots
-    slot, key, flags = np.int64(record["slot"][at]), np.int64(record["tier_key"][at]), np.int64(record["flags"][at])
+        return BUSY_SNAPSHOTS, 0, 0, 0, 0, 0, 0
+    status, pin, born = anchors.take(seg, namespace, depth, at, low, high, limit, session, hermetic, epoch)
+    slot = key = flags = np.int64(0)
+    if status == OK:
+        record = seg.snapshots
+        slot, key, flags = np.int64(record["slot"][at]), np.int64(record["tier_key"][at]), np.int64(record["flags"][at])
     status, wake = _end(seg, status)
-    return status, wake, depth, slot, key, flags, np.int64(pin), born
+    return status, wake, slot, key, flags, pin, born
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _candidates, _hashes, uint64, int64, _counts))
-def which(handle, tag, now, namespace, candidates, hashes, session, hermetic, out):
+@entry(UniTuple(int64, 2)(int64, int64, int64, int64, uint64, int64))
+def miss(handle, tag, now, limit, session, reason):
+    """(status, wake): count a lookup that found no snapshot; see anchors.miss."""
+    seg = open_index(handle)
+    if not guard.acquire(seg, SNAPSHOTS, tag, now):
+        return BUSY_SNAPSHOTS, 0
+    anchors.miss(seg, limit, session, reason)
+    return _end(seg, OK)
+
+
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, _candidates, uint64, int64, _counts))
+def which(handle, tag, now, namespace, candidates, session, hermetic, out):
     """(status, wake): set out[k] to 1 where the k-th candidate is there, and the session may resume from it."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0
     for k in range(len(candidates)):
-        is_there = anchors.is_there(seg, namespace, candidates[k], hashes[k])
+        is_there = anchors.is_candidate_there(seg, namespace, candidates[k])
         out[k] = np.int64(is_there and snapshots.is_open_to(seg, candidates[k, 1], session, hermetic))
     return _end(seg, OK)
 
@@ -94,47 +116,44 @@ def unpin(handle, tag, now, pin, born):
 
 
 @kernel
-def _commit(seg, at, namespace, parents, parent_hashes, out, counts):
+def _commit(seg, at, namespace, parents, out, counts):
     status = snapshots.commit(seg, at, namespace, out, counts)
     if status == OK and seg.retention != 0:
-        retention.adopt(seg, at, anchors.parent_of(seg, namespace, parents, parent_hashes))
+        retention.adopt(seg, at, anchors.parent_of(seg, namespace, parents))
     return status
 
 
 @entry(
     UniTuple(int64, 4)(
-        int64, int64, int64, _keys, _ids, _hashes, uint32, uint64, int64, int64, int64, _candidates, _hashes, _slots,
+        int64, int64, int64, _keys, _ids, uint64, uint64, uint32, uint64, int64, int64, int64, _candidates, _slots,
         _counts,
     )
 )  # fmt: skip
 def save(
-    handle, tag, now, namespace, tokens, hash_, slot, session, kind, epoch, pending, parents, parent_hashes, out,
-    counts,
+    handle, tag, now, namespace, tokens, low, high, slot, session, kind, epoch, pending, parents, out, counts,
 ):  # fmt: skip
     """(status, wake, snapshot, its birth): register a snapshot of all `tokens`, and commit it unless `pending`."""
     seg = open_index(handle)
-    check = anchors.check_of(tokens, len(tokens))
+    check_ = _check_of(tokens)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0, 0, 0
-    status, at = snapshots.register(
-        seg, namespace, len(tokens), check, hash_[0, 0], hash_[0, 1], slot, session, kind, epoch
-    )
+    status, at = snapshots.register(seg, namespace, len(tokens), check_, low, high, slot, session, kind, epoch)
     born = seg.snapshots["born"][at]
     if status == OK and not pending:
-        status = _commit(seg, at, namespace, parents, parent_hashes, out, counts)
+        status = _commit(seg, at, namespace, parents, out, counts)
     status, wake = _end(seg, status)
     return status, wake, np.int64(at), born
 
 
-@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, int64, int64, _candidates, _hashes, _slots, _counts))
-def commit(handle, tag, now, namespace, at, born, parents, parent_hashes, out, counts):
+@entry(UniTuple(int64, 2)(int64, int64, int64, _keys, int64, int64, _candidates, _slots, _counts))
+def commit(handle, tag, now, namespace, at, born, parents, out, counts):
     """(status, wake): commit the pending snapshot born then; see snapshots.commit."""
     seg = open_index(handle)
     if not guard.acquire(seg, SNAPSHOTS, tag, now):
         return BUSY_SNAPSHOTS, 0
     status = NOT_HELD
     if snapshots.is_pending_of_mine(seg, at, born):
-        status = _commit(seg, at, namespace, parents, parent_hashes, out, counts)
+        status = _commit(seg, at, namespace, parents, out, counts)
     return _end(seg, status)
 
 

@@ -4,6 +4,8 @@ docs/snapshots.md tells what an engine calls when.
 """
 
 import contextlib
+from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ from shmradix.errors import CacheClosed, LeaseError, LeasesFull, SlotError, Slot
 from shmradix.handle import Handle
 from shmradix.inputs import BASE_NAMESPACE, Ids, as_block_keys, as_count, as_session, as_tokens
 from shmradix.layout import LEAF, RETENTIONS, SIBLING, TAIL
-from shmradix.prefix_hash import prefix_hashes
+from shmradix.payload import Payload, state_rows
+from shmradix.prefix_hash import prefix_hash, prefix_hashes
 from shmradix.results import Anchor, Drop, PrefixMatch, Spill
 from shmradix.status import LEASES_FULL, NOT_FOUND, NOT_HELD, SLOT_NOT_HELD, SLOTS_FULL, SNAPSHOTS_FULL, STALE
 
@@ -21,12 +24,7 @@ KINDS = {"plain": 0, "tail": TAIL, "sibling": SIBLING, "finish": LEAF}
 REASONS = ("none", "too deep", "another session", "pending")
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _MAX_DISPLACED = 64  # slots that one insert hands back at most; there are three where all is well
-_NO_CANDIDATES = np.empty((0, 2), np.int64), np.empty((0, 2), np.uint64)
-
-
-def _sample_of(ids: np.ndarray) -> bytes:
-    """Some of the tokens: enough to notice that their array holds another prompt by now."""
-    return ids[:: len(ids) // 32 + 1].tobytes()
+_NO_CANDIDATES = np.empty((0, 4), np.uint64)
 
 
 class _Prefix(NamedTuple):
@@ -34,8 +32,8 @@ class _Prefix(NamedTuple):
 
     namespace: np.ndarray
     ids: np.ndarray
-    hash: np.ndarray  # uint64[1, 2]
-    parents: tuple[np.ndarray, np.ndarray]  # snapshots that may be of its prefixes, see _candidates
+    hash: tuple[int, int]
+    parents: np.ndarray  # snapshots that may be of its prefixes, see _candidates
     session: int
     kind: int
     epoch: int
@@ -102,6 +100,16 @@ class SnapshotMethods(Handle):
     def retention(self) -> str:
         """The policy, "session" or "chain"; fixed at creation."""
         return RETENTIONS[self._segment.geometry.retention]
+
+    @cached_property
+    def states(self) -> Payload:
+        """The bytes of the slots, uint8[snapshot_nbytes] each; no checksums. ValueError where the cache holds none.
+
+        A slot is written by the worker that has it, and read while a match pins it.
+        """
+        if not self._segment.geometry.snapshot_nbytes:
+            raise ValueError(f"cache {self.name!r} holds no states: create it with snapshot_slots and snapshot_nbytes")
+        return Payload(self._worker, state_rows(self._segment.geometry))
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -298,69 +306,68 @@ class SnapshotMethods(Handle):
         parents = _NO_CANDIDATES
         if self._segment.geometry.retention:
             parents = self._candidates(namespace, ids, keys, len(ids) - 1, session, False)
-        own = self._hashes(ids, keys, [len(ids)])
+        own = prefix_hash(self._hash_seed, ids, keys, self.block_size, len(ids))
         return _Prefix(namespace, ids, own, parents, session, KINDS[kind], -1 if match is None else match._epoch)
-
-    def _hashes(self, ids: np.ndarray, keys: np.ndarray, depths: list[int]) -> np.ndarray:
-        return prefix_hashes(self._hash_seed, ids, keys, self.block_size, depths)
 
     def _candidates(
         self, namespace: np.ndarray, ids: np.ndarray, keys: np.ndarray, limit: int, session: int, hermetic: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Snapshots within `limit` that may be of prefixes of `ids`, deepest first: int64[k, 2], their depths and where
-        they are; and the hashes of the prefixes of those depths."""
-        out = np.empty((self._segment.geometry.max_snapshots, 2), np.int64)
+    ) -> np.ndarray:
+        """Snapshots within `limit` that may be of prefixes of `ids`, deepest first: uint64[k, 4], rows of depth, where
+        it is, and the low and high half of the prefix's hash."""
+        out = np.empty((self._segment.geometry.max_snapshots, 4), np.uint64)
         count = self._worker.read(self._entries().all_within, namespace, ids, limit, session, hermetic, out)
         rising = out[:count][np.argsort(out[:count, 0])]
-        hashes = self._hashes(ids, keys, rising[:, 0].tolist())
-        return np.ascontiguousarray(rising[::-1]), np.ascontiguousarray(hashes[::-1])
+        rising[:, 2:] = prefix_hashes(self._hash_seed, ids, keys, self.block_size, rising[:, 0].tolist())
+        return np.ascontiguousarray(rising[::-1])
 
     def _resume(
         self, match: PrefixMatch, ids: np.ndarray, keys: np.ndarray, limit: int, gate: tuple[int, bool]
     ) -> None:
-        """Find and pin the deepest snapshot within `limit` tokens, for the match."""
-        entries, namespace = self._entries(), match._namespace
-        match._prompt = (
-            ids,
-            _sample_of(ids),
-            keys.copy() if len(keys) else keys,
-            gate,
-        )  # a copy of all would cost more than the rest of this
-        depth, at, reason = self._worker.read(entries.deepest, namespace, ids, limit, *gate)
-        answer: tuple[int, ...] = (NOT_FOUND,)
-        found = _NO_CANDIDATES
+        """Find and pin the deepest snapshot within `limit` tokens, for the match; within `Worker.locked`."""
+        worker, entries, namespace = self._worker, self._entries(), match._namespace
+        depth, at, reason, check = entries.deepest(worker.address, namespace, ids, limit, *gate)
+        # A copy of all tokens would cost more than the rest of this.
+        match._prompt = ids, check, keys.copy() if len(keys) else keys, gate
         if depth:
-            found = np.array([(depth, at)], np.int64), self._hashes(ids, keys, [depth])
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, -1)
-        if answer[0] == NOT_FOUND:  # most often there is nothing; else it was another prompt's, or went meanwhile
-            found = self._candidates(namespace, ids, keys, depth, *gate) if depth else _NO_CANDIDATES
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, reason)
-        if answer[0] == LEASES_FULL and self._worker.reap():
-            answer = self._worker.run(entries.take, namespace, *found, limit, *gate, match._epoch, reason)
-        if answer[0] == LEASES_FULL:
+            hash_ = prefix_hash(self._hash_seed, ids, keys, self.block_size, depth)
+            if self._take(match, (depth, at, *hash_), limit, gate):
+                return
+            # It was another prompt's, or went meanwhile.
+            for candidate in self._candidates(namespace, ids, keys, depth, *gate).tolist():
+                if self._take(match, candidate, limit, gate):
+                    return
+        worker.call(entries.miss, limit, gate[0], reason)
+        match._anchor = Anchor(reason=REASONS[reason])
+
+    def _take(self, match: PrefixMatch, candidate: Sequence[int], limit: int, gate: tuple[int, bool]) -> bool:
+        """Pin the candidate (depth, snapshot, low and high half of the hash) for the match, if it is there."""
+        arguments = self._entries().take, match._namespace, *candidate, limit, *gate, match._epoch
+        status, _, slot, key, flags, pin, born = self._worker.call(*arguments)
+        if status == LEASES_FULL and self._worker.reap():
+            status, _, slot, key, flags, pin, born = self._worker.call(*arguments)
+        if status == LEASES_FULL:
             raise self._pins_full()
-        if answer[0] == NOT_FOUND:
-            match._anchor = Anchor(reason=REASONS[reason])
-            return
-        _, _, depth, slot, key, flags, pin, born = answer
+        if status == NOT_FOUND:
+            return False
         is_tail = bool(flags & TAIL)
         if key:
-            match._anchor = Anchor(None, 0, key & _U64, depth, is_tail)
+            match._anchor = Anchor(None, 0, key & _U64, candidate[0], is_tail)
         else:
-            match._anchor = Anchor(slot, depth, None, 0, is_tail, "", pin, born)
+            match._anchor = Anchor(slot, candidate[0], None, 0, is_tail, "", pin, born)
             self._pins[match._lease, match._born] = pin, born
+        return True
 
     def _restorable(self, match: PrefixMatch) -> list[int]:
         """The depths, rising, at which the match's prompt could resume now."""
         if match._prompt is None:
             return []
-        ids, sample, keys, gate = match._prompt
-        if _sample_of(ids) != sample:
+        ids, check, keys, gate = match._prompt
+        if self._worker.read(self._entries().check, ids) != check:
             raise ValueError(f"the tokens of {match!r} were changed since its lookup: look them up again")
-        candidates, hashes = self._candidates(match._namespace, ids, keys, match.matched_tokens, *gate)
+        candidates = self._candidates(match._namespace, ids, keys, match.matched_tokens, *gate)
         is_there = np.zeros(len(candidates), np.int64)
         if len(candidates):
-            self._worker.run(self._entries().which, match._namespace, candidates, hashes, *gate, is_there)
+            self._worker.run(self._entries().which, match._namespace, candidates, *gate, is_there)
         depths: list[int] = candidates[is_there > 0, 0][::-1].tolist()
         return depths
 
@@ -378,8 +385,8 @@ class SnapshotMethods(Handle):
         self, prefix: _Prefix, slot: int, pending: bool, out: np.ndarray, counts: np.ndarray
     ) -> tuple[int, int, int]:
         entries, slot = self._entries(), as_count("slot", slot, _U32)
-        saved = prefix.namespace, prefix.ids, prefix.hash, slot, prefix.session, prefix.kind, prefix.epoch
-        arguments = *saved, int(pending), *prefix.parents, out, counts
+        saved = prefix.namespace, prefix.ids, *prefix.hash, slot, prefix.session, prefix.kind, prefix.epoch
+        arguments = *saved, int(pending), prefix.parents, out, counts
         answer = self._worker.run(entries.save, *arguments)
         if answer[0] == SNAPSHOTS_FULL and self._worker.reap():
             answer = self._worker.run(entries.save, *arguments)
@@ -395,7 +402,7 @@ class SnapshotMethods(Handle):
     def _commit_pending(self, prefix: _Prefix, slot: int, at: int, born: int) -> list[int]:
         out, counts = np.empty(_MAX_DISPLACED, np.uint32), np.zeros(1, np.int64)
         entry = self._entries().commit
-        status, _ = self._worker.run(entry, prefix.namespace, at, born, *prefix.parents, out, counts)
+        status, _ = self._worker.run(entry, prefix.namespace, at, born, prefix.parents, out, counts)
         if status == NOT_HELD:
             raise LeaseError(f"the pending snapshot of slot {slot} is not this worker's: reserve it again")
         return [slot] if status == STALE else self._handed_back(out, counts)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from shmradix import pool
 from shmradix.compile import kernel
 from shmradix.hashing import block_hash
 from shmradix.heap import oldest, replace_top
@@ -16,9 +17,9 @@ from shmradix.index import (
     remove_node,
     root_above,
 )
-from shmradix.layout import NO_DISK
+from shmradix.layout import IN_TREE, NO_DISK
 from shmradix.leases import drop_lease, has_free_lease, is_held, move_lease, take_lease, used_leases
-from shmradix.status import LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
+from shmradix.status import BLOCK_NOT_HELD, LEASES_FULL, NAMESPACES_FULL, NOT_HELD, OK, STALE
 from shmradix.views import FAULT, SLOT, node_at
 
 (  # the first of layout.COUNTERS
@@ -187,6 +188,9 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
         return LEASES_FULL, depth, lease
     if node == 0 and not has_free_namespace(seg):
         return NAMESPACES_FULL, depth, lease
+    is_managed = len(seg.blocks) > 0
+    if is_managed and not pool.are_mine(seg, table, depth, depth + room):
+        return BLOCK_NOT_HELD, depth, lease
 
     for i in range(first, depth):
         disk_block = disk_table[i] if len(disk_table) > 0 else np.uint32(NO_DISK)
@@ -206,6 +210,8 @@ def insert(seg, now, namespace, tokens, block_keys, table, disk_table, lease, de
             room = i - depth  # a fault: what is stored stays
             break
         node = added
+        if is_managed:
+            pool.store(seg, table[i])
         out[NEW, counts[NEW]] = table[i]
         counts[NEW] += 1
         if disk_block != NO_DISK:
@@ -257,7 +263,8 @@ def evict(seg, limit, latest, out, counts):
         node = oldest(seg, latest)
         if node == 0:
             break
-        out[0, counts[0]] = nodes["block"][node]
+        block = nodes["block"][node]
+        out[0, counts[0]] = block
         out[1, counts[0]] = nodes["disk_block"][node]
         counts[0] += 1
         parent = node_at(seg, nodes["parent"][node])
@@ -265,6 +272,8 @@ def evict(seg, limit, latest, out, counts):
         nodes["last_use"][parent] = max(nodes["last_use"][parent], nodes["last_use"][node])
         remove_node(seg, node)
         replace_top(seg, parent)
+        if len(seg.blocks) > 0:
+            pool.put(seg, block, np.uint32(IN_TREE))
     count(seg, EVICTED_BLOCKS, counts[0])
 
 

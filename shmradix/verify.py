@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shmradix import claim_invariants
 from shmradix.hash_keys import hash_keys
 from shmradix.layout import NO_BLOCK, Geometry, Views
+from shmradix.pool_invariants import CHECKS as POOL_CHECKS
+from shmradix.pool_invariants import image_of as pool_image_of
 from shmradix.snapshot_invariants import CHECKS as SNAPSHOT_CHECKS
 from shmradix.snapshot_invariants import LAST_OF_BOUNDS as SNAPSHOT_BOUNDS
 from shmradix.snapshot_invariants import few, image_of, mix
@@ -47,7 +50,7 @@ def _invariant(name: str) -> Callable[[Check], Check]:
 
 def names() -> list[str]:
     """The invariants' names; the first is number 1."""
-    return [name for name, _ in _CHECKS] + [name for name, _ in SNAPSHOT_CHECKS]
+    return [name for name, _ in [*_CHECKS, *SNAPSHOT_CHECKS, *POOL_CHECKS]] + [claim_invariants.NAME]
 
 
 def check(views: Views, geometry: Geometry) -> list[Violation]:
@@ -63,11 +66,16 @@ def check(views: Views, geometry: Geometry) -> list[Violation]:
         1 + np.flatnonzero(views.leases["born"][1:]),
     )
     found = _run(_CHECKS, image, 1, _LAST_OF_BOUNDS)
-    return found + _run(SNAPSHOT_CHECKS, image_of(views, geometry), 1 + len(_CHECKS), SNAPSHOT_BOUNDS)
+    found += _run(SNAPSHOT_CHECKS, image_of(views, geometry), 1 + len(_CHECKS), SNAPSHOT_BOUNDS)
+    claims = claim_invariants.violations(views, geometry)
+    found += [Violation(len(names()), claim_invariants.NAME, detail) for detail in claims]
+    if any(violation.number <= _LAST_OF_BOUNDS for violation in found):
+        return found  # which nodes there are, nobody knows
+    return found + _run(POOL_CHECKS, pool_image_of(views, geometry), 1 + len(_CHECKS) + len(SNAPSHOT_CHECKS), 0)
 
 
 def _run(checks: list[tuple[str, Any]], image: Any, first: int, last_of_bounds: int) -> list[Violation]:
-    """The violations of one half; its invariants are numbered from `first`."""
+    """The violations of one part; its invariants are numbered from `first`."""
     found = []
     for at, (name, run) in enumerate(checks):
         found += [Violation(first + at, name, detail) for detail in run(image)]

@@ -18,7 +18,8 @@ from shmradix.layout import Geometry
 
 NODE_WORDS, LEASE_WORDS = layout.words_of(layout.NODE), layout.words_of(layout.LEASE)
 GUARD_WORDS = len(layout.GUARDS) * layout.words_of(layout.GUARD)
-HANDLE_SIZE = 27  # of a handle without the keys of the block hash, which follow
+BLOCK_WORDS, CLAIM_WORDS = layout.words_of(layout.BLOCK), layout.words_of(layout.CLAIM)
+HANDLE_SIZE = 31  # of a handle without the keys of the block hash, which follow
 
 
 class Tree(NamedTuple):
@@ -32,9 +33,13 @@ class Tree(NamedTuple):
     tokens: Any
     heap: Any
     buckets: Any
-    guard_words: Any  # the guards, and the nodes and leases once more, as int64 words for the atomics
+    blocks: Any  # none where the callers manage them
+    claims: Any
+    guard_words: Any  # the guards, and what follows once more, as int64 words for the atomics
     node_words: Any
     lease_words: Any
+    block_words: Any
+    claim_words: Any
     hash_keys: Any  # uint64[block_size], each below 2^32
     private: Any  # int64[2]: FAULT and SLOT, below
     block_size: Any
@@ -66,6 +71,9 @@ def make_handle(views: layout.Views, geometry: Geometry) -> np.ndarray:
         geometry.bucket_count,
         views.header.ctypes.data,
     ]
+    handle[27:31] = [
+        views.blocks.ctypes.data, views.claims.ctypes.data, geometry.num_blocks, 1 + geometry.max_claims,
+    ]  # fmt: skip
     handle[HANDLE_SIZE:] = hash_keys(int(views.header["hash_seed"][0]), geometry.block_size)
     return handle
 
@@ -82,6 +90,7 @@ def open_views(handle):
     """The arrays behind a handle's address."""
     h = carray(as_pointer(handle), (HANDLE_SIZE,), np.int64)
     block_size, node_count, namespaces, leases, workers, buckets = h[11], h[12], h[13], h[14], h[15], h[16]
+    blocks, claims = h[29], h[30]
     return Tree(
         carray(as_pointer(h[3]), (1,), layout.STATE),
         carray(as_pointer(h[4]), (workers,), layout.WORKER),
@@ -91,9 +100,13 @@ def open_views(handle):
         carray(as_pointer(h[8]), (node_count, block_size), np.uint32),
         carray(as_pointer(h[9]), (node_count - namespaces,), layout.HEAP),
         carray(as_pointer(h[10]), (buckets,), np.uint32),
+        carray(as_pointer(h[27]), (blocks,), layout.BLOCK),
+        carray(as_pointer(h[28]), (claims,), layout.CLAIM),
         carray(as_pointer(h[2]), (GUARD_WORDS,), np.int64),
         carray(as_pointer(h[7]), (node_count * NODE_WORDS,), np.int64),
         carray(as_pointer(h[6]), ((leases + 1) * LEASE_WORDS,), np.int64),
+        carray(as_pointer(h[27]), (blocks * BLOCK_WORDS,), np.int64),
+        carray(as_pointer(h[28]), (claims * CLAIM_WORDS,), np.int64),
         carray(as_pointer(handle + 8 * HANDLE_SIZE), (block_size,), np.uint64),
         carray(as_pointer(handle), (2,), np.int64),
         block_size,

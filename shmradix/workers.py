@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 from shmradix import compile, locks, semaphores
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
 from shmradix.guard import PARKED, SNAPSHOTS, TREE
-from shmradix.layout import GUARDS
+from shmradix.layout import CLAIMS, GUARDS
 from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
 from shmradix.segment import Segment
 from shmradix.status import BUSY, BUSY_SNAPSHOTS, CORRUPT
@@ -38,9 +39,10 @@ class Worker:
         self.segment = segment
         self.entries = compile.load()
         self.snapshots = compile.load("snapshot_entries") if segment.geometry.max_snapshots else None
+        self.blocks = compile.load("block_entries") if segment.geometry.num_blocks else None
         self._lock_timeout = lock_timeout
         self._handle = make_handle(segment.views, segment.geometry)
-        self._address: int = self._handle.ctypes.data
+        self.address: int = self._handle.ctypes.data
         self._parking: list[Parking] = []  # for each guard
         self._queue = threading.RLock()  # re-entrant: a signal handler may use the handle that it interrupts
         self._calls = 0  # of the thread that has the queue: more than one in such a handler
@@ -49,15 +51,24 @@ class Worker:
         self.tag = 0
         self.closed = False
         self.unreturned: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, count) of evictions that were cut short
+        self.undelivered: list[tuple[np.ndarray, np.ndarray]] = []  # (blocks, counts) of allocations, likewise
+        self.evicted: list[tuple[np.ndarray, np.ndarray]] = []  # (rows, counts) of what allocations evicted
         _workers.add(self)
         try:
-            for guard in GUARDS:
-                self._parking.append(_parking(segment, guard))
+            for which in GUARDS:
+                self._parking.append(_parking(segment, which))
+            # Not closed with the handle, but with its last user: other threads may sleep there.
+            self.claimers = _parking(segment, CLAIMS)
             self.locked(lambda: None)
         except BaseException:
             self.forget()
             self._close_parking()
             raise
+
+    @cached_property
+    def claims(self) -> Any:
+        """The entry points of claims, loaded where somebody uses them."""
+        return compile.load("claim_entries")
 
     # --- calls --------------------------------------------------------------------------------------------
 
@@ -81,7 +92,7 @@ class Worker:
 
     def read(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point that takes no guard."""
-        return self.locked(kernel, self._address, *args)
+        return self.locked(kernel, self.address, *args)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Call an entry point, waiting for its guard as long as it takes; only within `locked`.
@@ -89,7 +100,7 @@ class Worker:
         Raises LockTimeout when a live owner keeps the guard longer than the handle's `lock_timeout`, CorruptSegment
         when the kernel met an index that points nowhere, CacheClosed.
         """
-        answer = kernel(self._address, self.tag, time.monotonic_ns(), *args)
+        answer = kernel(self.address, self.tag, time.monotonic_ns(), *args)
         if answer[0] == BUSY:
             answer = self._call_parked(TREE, kernel, *args)
         elif answer[0] == BUSY_SNAPSHOTS:
@@ -106,14 +117,14 @@ class Worker:
         started = time.monotonic()
         self.segment.views.workers["counters"][owner_of(self.tag)[0]][LOCK_WAITS] += 1
         while True:
-            word = self.entries.announce(self._address, guard)
-            if word and not self._parking[guard].sleep() and self._is_dead(*owner_of(word)):
+            word = self.entries.announce(self.address, guard)
+            if word and not self._parking[guard].sleep() and self.is_dead(*owner_of(word)):
                 self._take_over(guard, word)
             elif word:
                 self._check_deadline(guard, word, started)
             if self.closed and kernel not in self._buriers():
                 raise self._closed_error()
-            answer = kernel(self._address, self.tag | PARKED, time.monotonic_ns(), *args)
+            answer = kernel(self.address, self.tag | PARKED, time.monotonic_ns(), *args)
             if answer[0] not in (BUSY, BUSY_SNAPSHOTS):
                 return answer
 
@@ -128,7 +139,7 @@ class Worker:
 
     def _take_over(self, guard: int, word: int) -> None:
         started = time.monotonic_ns()
-        done, wake = self.entries.take_over(self._address, self.tag, started, guard, word)
+        done, wake = self.entries.take_over(self.address, self.tag, started, guard, word)
         if wake:
             self._parking[guard].wake()
         if done == 2:
@@ -154,7 +165,7 @@ class Worker:
             record["generation"] = generation  # first: an owner word of the slot's last holder is a dead one's from now
             self._handle[SLOT] = slot
             self.tag = tag_of(slot, generation)
-            self._bury(slot, generation - 1)
+            self.bury(slot, generation - 1)
             record["claimed_ns"] = time.time_ns()
             record["start_time"] = _start_time(os.getpid())
             record["pid_namespace"] = os.stat("/proc/self/ns/pid").st_ino
@@ -191,20 +202,20 @@ class Worker:
         workers, reaped = self.segment.views.workers, 0
         for slot in np.flatnonzero(workers["pid"]).tolist():
             generation = int(workers["generation"][slot])
-            if slot != self.slot and self._is_dead(slot, generation):
-                self._bury(slot, generation)
+            if slot != self.slot and self.is_dead(slot, generation):
+                self.bury(slot, generation)
                 reaped += 1
         return reaped
 
     def _buriers(self) -> list[Callable[..., Any]]:
         return [*([self.snapshots.bury] if self.snapshots else []), self.entries.bury]
 
-    def _bury(self, slot: int, generation: int) -> None:
+    def bury(self, slot: int, generation: int) -> None:
         """Free all that the slot's holders up to this generation hold; the tree's part, with their pid, last."""
         for bury in self._buriers():
             self.call(bury, slot, generation)
 
-    def _is_dead(self, slot: int, generation: int) -> bool:
+    def is_dead(self, slot: int, generation: int) -> bool:
         if not 0 <= slot < self.segment.geometry.max_workers:
             return True  # no worker ever wrote that word
         if int(self.segment.views.workers["generation"][slot]) != generation:
@@ -262,7 +273,7 @@ class Worker:
         try:
             if self.slot >= 0:
                 with contextlib.suppress(LockTimeout):
-                    self._bury(self.slot, self.tag >> SLOT_BITS)
+                    self.bury(self.slot, self.tag >> SLOT_BITS)
         finally:
             self._calls = 0
             self.forget()
@@ -283,11 +294,11 @@ class Worker:
         """In a forked child: the slot stays the parent's, its lock is closed, and no thread of the parent is here."""
         self._queue, self._calls = threading.RLock(), 0
         self._file, self.slot, self.tag = None, -1, 0
-        self.unreturned = []
+        self.unreturned, self.undelivered, self.evicted = [], [], []
 
 
-def _parking(segment: Segment, guard: str) -> Parking:
-    semaphore = semaphores.name_of(segment.name, segment.incarnation, guard)
+def _parking(segment: Segment, which: str) -> Parking:
+    semaphore = semaphores.name_of(segment.name, segment.incarnation, which)
     semaphores.make(semaphore, segment.mode)
     parking = None
     try:

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmradix import RadixCache
+from shmradix import RadixCache, layout
 
 PROMPT = list(range(64))
 BLOCKS = [10, 11, 12, 13]
 SHM = Path("/dev/shm")
+FILES = 1 + len(layout.SEMAPHORES)
+"""How many a cache has there."""
 
 
 def serve(connection: Connection) -> None:

@@ -239,13 +239,13 @@ SHAPES: dict[str, Callable[[Builder], None]] = {
 # --- operations ---------------------------------------------------------------------------------------------------
 
 
-def _candidates(shape: Shape, tokens: list[int], limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """All snapshots of so many tokens at most, of these or of others, deepest first, and the tokens' hashes there."""
+def _candidates(shape: Shape, tokens: list[int], limit: int) -> np.ndarray:
+    """All snapshots of so many tokens at most, of these or of others, deepest first, with the tokens' hashes there."""
     found = sorted((depth, at) for depth, at in shape.depths if depth <= limit)
     hashes = prefix_hashes(
         SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], [depth for depth, _ in found]
     )
-    return np.array(found[::-1], np.int64).reshape(-1, 2), np.ascontiguousarray(hashes[::-1])
+    return np.hstack([np.array(found, np.uint64).reshape(-1, 2), hashes])[::-1].copy()
 
 
 def _scratch() -> tuple[np.ndarray, np.ndarray]:
@@ -283,7 +283,7 @@ def _reads(shape: Shape) -> Iterator[Operation]:
         return entries.deepest(handle, namespace, tokens, 9, np.uint64(1), 0)
 
     def all_within(entries: Any, handle: int) -> Any:
-        out = np.zeros((8, 2), np.int64)
+        out = np.zeros((8, 4), np.uint64)
         return entries.all_within(handle, namespace, tokens, 12, np.uint64(1), 0, out), out
 
     def totals(entries: Any, handle: int) -> Any:
@@ -294,10 +294,11 @@ def _reads(shape: Shape) -> Iterator[Operation]:
     yield Operation("totals", totals)
 
 
-def _take(shape: Shape, name: str, tokens: list[int], session: int, hermetic: int, reason: int) -> Operation:
-    where = as_namespace(0, None), *_candidates(shape, tokens, len(tokens))
-    epoch = int(shape.image.view(np.int64)[_EPOCH])
-    return _call(f"take {name}", "take", *where, 12, np.uint64(session), hermetic, epoch, reason)
+def _takes(shape: Shape, name: str, tokens: list[int], session: int, hermetic: int) -> Iterator[Operation]:
+    gate = 12, np.uint64(session), hermetic, int(shape.image.view(np.int64)[_EPOCH])
+    for depth, at, low, high in _candidates(shape, tokens, len(tokens)):
+        where = as_namespace(0, None), int(depth), int(at), low, high
+        yield _call(f"take {at} {name}", "take", *where, *gate)
 
 
 def _save(
@@ -314,23 +315,24 @@ def _save(
     where = (
         as_namespace(0, salt),
         np.array(tokens, np.uint32),
-        prefix_hashes(SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], [len(tokens)]),
+        *prefix_hashes(SEED, np.array(tokens, np.uint32), NO_KEYS, SIZES["block_size"], [len(tokens)])[0],
     )
     what = np.uint32(slot), np.uint64(session), kind, epoch, pending
     parents = _candidates(shape, tokens, len(tokens) - 1)
-    return _call(f"save {name}", "save", *where, *what, *parents, outputs=_out)
+    return _call(f"save {name}", "save", *where, *what, parents, outputs=_out)
 
 
 def operations(shape: Shape) -> Iterator[Operation]:
     """All operations on the shape, with the arguments that make a difference."""
     yield from _reads(shape)
     for session, hermetic in ((0, 0), (1, 0), (2, 1)):
-        yield _take(shape, f"of session {session}", PROMPT, session, hermetic, 0)
-    yield _take(shape, "of nothing", FRESH, 3, 0, 2)
-    yield _take(shape, "of nothing, not the last word", FRESH, 1, 0, -1)
+        yield from _takes(shape, f"of session {session}", PROMPT, session, hermetic)
+    yield from _takes(shape, "of nothing", FRESH, 3, 0)
+    for session, reason in ((0, 0), (3, 2)):
+        yield _call(f"miss of session {session}", "miss", 12, np.uint64(session), reason)
     candidates = _candidates(shape, PROMPT, 12)
     yield _call(
-        "which", "which", as_namespace(0, None), *candidates, np.uint64(1), 0, outputs=lambda: (np.zeros(12, np.int64),)
+        "which", "which", as_namespace(0, None), candidates, np.uint64(1), 0, outputs=lambda: (np.zeros(12, np.int64),)
     )
     for pin in shape.pins:
         yield _call("unpin", "unpin", *pin)
@@ -353,7 +355,7 @@ def operations(shape: Shape) -> Iterator[Operation]:
         tokens = pending._prefix.ids.tolist()
         parents = _candidates(shape, tokens, len(tokens) - 1)
         held = pending._at, pending._born
-        yield _call("commit", "commit", pending._prefix.namespace, *held, *parents, outputs=_out)
+        yield _call("commit", "commit", pending._prefix.namespace, *held, parents, outputs=_out)
         yield _call("abort", "abort", *held)
     yield _marked("evict", "evict")
     for least, pending in ((0, 0), (0, 1), (100, 0)):

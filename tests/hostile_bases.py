@@ -56,7 +56,9 @@ class Maker:
 
     def store(self, tokens: list[int], keep: bool = False, worker: int = 1, **named: Any) -> None:
         cache, prompt = (self.one, self.two)[worker - 1], Prompt(tokens, **named)
-        table = [next(self.blocks) for _ in range(len(tokens) // cache.block_size)]
+        count = len(tokens) // cache.block_size
+        is_managed = cache._segment.geometry.num_blocks
+        table = cache.allocate(count).tolist() if is_managed else [next(self.blocks) for _ in range(count)]
         cache.insert(tokens, table, disk_block_ids=[block + 1000 for block in table], **prompt.named())
         if not keep:
             cache.release(tokens, **prompt.named())
@@ -160,11 +162,23 @@ def _pools(m: Maker) -> None:
     _states(m)
 
 
+def _managed(m: Maker) -> None:
+    """Blocks of either worker's own, stored, and free ones, in no order."""
+    m.store(A[:16], keep=True)
+    m.store([*A[:8], *B[:8]])
+    m.store(C[:12], worker=2)
+    own = m.one.allocate(4)
+    m.two.allocate(3)
+    m.one.free(own[1:3])
+    m.one.evict(2)
+    m.prompts.append(Prompt(A[:14]))
+
+
 SHAPES: list[tuple[Callable[[Maker], None], dict[str, Any]]] = [
     (_chain, {}), (_branches, {}), (_namespaces, {}), (_leases, {}), (_fragmented, {}), (_cleared, {}), (_full, {}),
     (_empty, {}), (_odd, {"block_size": 3, "max_snapshots": 2}),
     (_states, {"max_snapshots": 9, "snapshot_slots": 7, "tail_lease": 2}),
-    (_pools, {"max_snapshots": 9, "retention": "chain"}),
+    (_pools, {"max_snapshots": 9, "retention": "chain"}), (_managed, {"num_blocks": 20}),
 ]  # fmt: skip
 
 

@@ -37,13 +37,13 @@ from tests.hostile_images import Image, Plan
 
 PROCESSOR_SECONDS = 2.0  # for an image; more is a hang
 TIMEOUT = 0.5  # of the handle: nobody else has the guard, so whoever waits that long would wait for ever
-DERIVED = range(10, 17)  # the invariants that follow from truth
+DERIVED = (*range(10, 17), 30)  # the invariants that follow from truth
 ADDRESS_SPACE = 1 << 30  # that may be added to what is mapped before the first image
 NEW = list(range(500, 512))
 REFUSALS = (errors.SegmentForeign, errors.LayoutMismatch)  # the segment stays as it is
 ALLOWED = (
     errors.CorruptSegment, errors.LeasesFull, errors.NamespacesFull, errors.LeaseError, errors.SnapshotsFull,
-    errors.SlotsFull, errors.SlotError,
+    errors.SlotsFull, errors.SlotError, errors.NoFreeBlocks, errors.BlockError,
 )  # fmt: skip
 
 
@@ -134,6 +134,7 @@ class Visit:
         self.pending: list[PendingSnapshot] = []
         self.keys: list[int] = [5, *self.before().snapshots["tier_key"].tolist()]
         self.next_slot = itertools.count(5000)
+        self.blocks: set[int] = set()  # what the cache gave this worker, and is in no node
 
     def before(self) -> Any:
         return self.geometry.views(self.bytes.copy())
@@ -278,13 +279,14 @@ class Visit:
 
     def insert(self, prompt: Prompt, **more: Any) -> None:
         size = self.geometry.block_size
-        table = list(range(2000, 2000 + len(prompt.tokens) // size))
+        table = self.table(len(prompt.tokens) // size)
         try:
             done = self.cache.insert(prompt.tokens, table, disk_block_ids=table, **{**prompt.named(), **more})
         except ValueError as error:
             require("do not start with the prompt" in str(error), f"ValueError: {error}")
             return
         given = Counter(done.blocks.tolist() + done.duplicates.tolist())
+        self.blocks -= {*done.blocks.tolist()}
         require(set(given) <= set(table) and max(given.values(), default=0) <= 1, f"{done}")
         require(done.inserted_tokens % size == 0 and 0 <= done.inserted_tokens <= len(prompt.tokens), f"{done}")
         truth = self.truth()
@@ -292,6 +294,36 @@ class Visit:
         require(done.inserted_tokens <= stored, f"LOST INSERT: {done.inserted_tokens} tokens, stored are {stored}")
         lost = set(done.blocks.tolist()) - set(truth.views.nodes["block"][truth.lives].tolist())
         require(not lost, f"LOST INSERT: took blocks {lost}, and no node has them")
+
+    def table(self, count: int) -> list[int]:
+        """Blocks to store."""
+        if not self.geometry.num_blocks:
+            return list(range(2000, 2000 + count))
+        while len(self.blocks) < count:
+            self.allocate_blocks(1)
+        return sorted(self.blocks)[:count]
+
+    def allocate_blocks(self, count: int) -> None:
+        before = self.before()
+        given = self.cache.allocate(count).tolist() if count <= self.geometry.num_blocks else []
+        views, others = self.before(), before.blocks["worker"]
+        first, used = 1 + self.geometry.max_namespaces, int(views.state["nodes_used"][0])
+        nodes, then = views.nodes[first:used], before.nodes[first:used]
+        stored = {*nodes["block"][nodes["born"] != 0].tolist()}
+        evicted = {*then["block"][(then["born"] != 0) & (nodes["born"] == 0)].tolist()}
+        for block in given:
+            require(block < self.geometry.num_blocks, f"BLOCK NOWHERE: {block}")
+            require(block not in self.blocks, f"BLOCK TWICE: {block} was given out before")
+            # One that was known as free, or another node's, and that a node has all the same: that is what is damaged.
+            is_known = others[block] == 0 or block in evicted
+            require(block not in stored or is_known, f"BLOCK TWICE: {block} is in the tree")
+            is_anothers = self.image.are_alive and int(others[block]) - 1 in self.image.base.slots
+            require(not is_anothers or self.image.is_dirty, f"BLOCK TWICE: {block} is a worker's")
+            self.blocks.add(block)
+
+    def free_blocks(self) -> None:
+        blocks, self.blocks = self.blocks, set()
+        self.cache.free(sorted(blocks))
 
     def insert_match(self) -> None:
         if self.match is not None:
@@ -312,7 +344,10 @@ class Visit:
         stats, geometry = self.cache.stats(), self.geometry
         sane = 0 <= stats.blocks_leased <= stats.blocks_live <= geometry.max_blocks
         sane &= stats.blocks_evictable == stats.blocks_live - stats.blocks_leased
-        sane &= stats.blocks_free == geometry.max_blocks - stats.blocks_live
+        if geometry.num_blocks:
+            sane &= 0 <= stats.blocks_free <= geometry.num_blocks and 0 <= stats.blocks_private <= geometry.num_blocks
+        else:
+            sane &= stats.blocks_free == geometry.max_blocks - stats.blocks_live
         sane &= 0 <= stats.snapshots_tiered <= stats.snapshots <= geometry.max_snapshots
         sane &= 0 <= stats.leases <= geometry.max_leases and 0 <= stats.namespaces <= geometry.max_namespaces
         require(sane and 0 <= stats.workers <= geometry.max_workers, f"{stats}")
@@ -342,6 +377,11 @@ class Visit:
             ("clear", self.clear),
             ("stats", self.stats), ("reap", lambda: require(self.cache.reap() >= 0, "reap")), ("verify", self.verify),
         ]  # fmt: skip
+        if self.geometry.num_blocks:
+            plan += [
+                (f"allocate {count} blocks", lambda count=count: self.allocate_blocks(count)) for count in (2, 9, most)
+            ]
+            plan.append(("free blocks", self.free_blocks))
         if self.geometry.max_snapshots:
             plan += self.snapshot_calls(prompts)
         order = self.image.chance.permutation(len(plan)).tolist()
@@ -424,9 +464,9 @@ def laid_out(name: str, image: Image) -> Iterator[None]:
         path.unlink()
         if len(image.data) >= layout.HEADER.itemsize:
             header = image.data[: layout.HEADER.itemsize].view(layout.HEADER)
-            for guard in layout.GUARDS:
+            for which in layout.SEMAPHORES:
                 incarnation = int(header["incarnation"][0])
-                (segment.SHM / f"sem.shmradix.{name}.{incarnation:016x}.{guard}").unlink(missing_ok=True)
+                (segment.SHM / f"sem.shmradix.{name}.{incarnation:016x}.{which}").unlink(missing_ok=True)
 
 
 def _has_live_owner(image: Image) -> bool:

@@ -246,6 +246,14 @@ def _snapshots(how: str, image: Image) -> None:
         views.snapshot_state["clock"] = 0 if how == "clock 0" else LAST
 
 
+def _stored(how: str, image: Image) -> None:
+    """Nodes with blocks that they can't have together."""
+    blocks, live = image.views.nodes["block"], image.live("nodes")
+    owners = image.views.blocks["worker"]
+    some = {"one": blocks[live[-1]], "free": owners.argmin(), "private": int((owners == 1).argmax()), "none": 20}[how]
+    blocks[[node for node in live if node > image.base.geometry.max_namespaces][: 2 if how == "one" else 1]] = some
+
+
 def _resize(size: int, image: Image) -> None:
     more = max(size - len(image.data), 0)
     image.data = np.concatenate([image.data[:size], np.zeros(more, np.uint8)])
@@ -257,8 +265,8 @@ def _other_geometry(changed: dict[str, int], image: Image) -> None:
     geometry = Geometry(**{**sizes, **changed})
     for field in layout.LIMITS:
         image.views.header[field] = getattr(geometry, field)
-    image.views.header["bucket_count"], image.views.header["size"] = geometry.bucket_count, geometry.size
-    _resize(geometry.size, image)
+    image.views.header["bucket_count"], image.views.header["size"] = geometry.bucket_count, geometry.file_size
+    _resize(geometry.file_size, image)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
@@ -276,20 +284,25 @@ SNAPSHOT_INDEXES = {
     "pins": ("snapshot", "worker", "born", "snapshot_born", "generation"), "slots": ("worker", "generation"),
     "sessions": ("session", "evictions"),
 }  # fmt: skip
+BLOCK_INDEXES = {"blocks": ("worker", "next_free", "generation")}
+POOL_TOTALS = ("free_block", "free_blocks", "private_blocks")
 SNAPSHOT_MARKS = ("snapshots_used", "pins_used")
 OWNERS = [0, 1, 3, 4, 0xFFFF, 1 << 16, (1 << 16) + 4, (1 << 40) + 0xFFFF, 1 << 62, (1 << 62) + 1, -1, -(1 << 63), LAST,
           tag_of(0, 1), tag_of(0, 2), tag_of(2, 1), tag_of(1, MAX_GENERATION - 1)]  # fmt: skip
 GEOMETRIES = [{"max_blocks": 200}, {"max_blocks": 1}, {"block_size": 64}, {"block_size": 1}, {"max_leases": 500},
               {"max_leases": 1}, {"max_workers": 200}, {"max_workers": 1}, {"max_namespaces": 100},
               {"max_namespaces": 1}, {"max_snapshots": 50}, {"max_snapshots": 50, "snapshot_slots": 40, "retention": 1},
-              {"max_snapshots": 9, "snapshot_slots": 0}, {"max_blocks": 1, "max_namespaces": 26}]  # fmt: skip
+              {"max_snapshots": 9, "snapshot_slots": 0}, {"max_blocks": 1, "max_namespaces": 26},
+              {"num_blocks": 0}, {"num_blocks": 1}, {"num_blocks": 500}, {"num_blocks": 5, "block_nbytes": 9},
+              {"max_claims": 0}, {"max_claims": 1000},
+              {"num_blocks": 9, "block_nbytes": 4097, "checksums": 1}]  # fmt: skip
 
 
 def systematic(all_bases: list[Base]) -> Iterator[Change]:
     """Every damage of which there is a list."""
-    for at, value in itertools.product(range(128), (0, 1, 0x7F, 0x80, 0xFF, None)):
+    for at, value in itertools.product(range(208), (0, 1, 0x7F, 0x80, 0xFF, None)):
         yield Change("header byte", at % len(all_bases), partial(_byte, at, value))
-    for at in range(128, PAGE - 63, 64):
+    for at in range(208, PAGE - 63, 64):
         yield Change("header byte, unused", at % len(all_bases), partial(_unused, at))
     for b, base in enumerate(all_bases):
         geometry = base.geometry
@@ -316,6 +329,8 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
             yield Change("owner word", b, partial(_owner, 0, word, dirty))
         if geometry.max_snapshots:
             yield from _of_snapshots(b, geometry)
+        if geometry.num_blocks:
+            yield from _of_blocks(b, geometry)
         for section, how in itertools.product(Views._fields, ("zero", "ones", "random")):
             yield Change(f"section {how}", b, partial(_section, section, how), section in ("heap", "buckets"))
         edges = {s.offset + d for s in geometry.sections() for d in (-1, 0, 1)} | {geometry.size + d for d in (-1, 1)}
@@ -326,6 +341,19 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
             yield Change("other geometry", b, partial(_other_geometry, changed))
     for value in (0, 0xFF):
         yield Change("whole", 0, partial(_fill, value))
+
+
+def _of_blocks(b: int, geometry: Geometry) -> Iterator[Change]:
+    """Those of managed blocks."""
+    most, few = geometry.num_blocks, (0, 1, 2, 3, 4, WHOLE - 2, WHOLE - 1)
+    for field, one in itertools.product(BLOCK_INDEXES["blocks"], (True, False)):
+        values = (0, 1, 1 << 60, LAST, -LAST - 1) if field == "generation" else (*few, most - 1, most, most + 1)
+        for value in values:
+            yield Change("index blocks", b, partial(_field, "blocks", field, value, one), field == "next_free")
+    for field, value in itertools.product(POOL_TOTALS, (*few, most - 1, most, most + 1)):
+        yield Change("total or mark", b, partial(_field, "state", field, value, False), True)
+    for how in ("one", "free", "private", "none"):
+        yield Change("stored blocks", b, partial(_stored, how))
 
 
 def _of_snapshots(b: int, geometry: Geometry) -> Iterator[Change]:

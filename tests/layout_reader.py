@@ -20,14 +20,17 @@ RECORDS = {
         "0 magic u64, 8 version u32, 12 byte_order u32, 16 fingerprint u64, 24 size u64, 32 incarnation u64, "
         "40 hash_seed u64, 48 created_ns i64, 56 boot_id u64[2], 72 creator_pid u32, 76 block_size u32, "
         "80 max_blocks u32, 84 max_namespaces u32, 88 max_leases u32, 92 max_workers u32, 96 max_snapshots u32, "
-        "100 bucket_count u32, 104 snapshot_slots u32, 108 tail_lease u32, 112 retention u32, 120 snapshot_alpha f64",
+        "100 bucket_count u32, 104 snapshot_slots u32, 108 tail_lease u32, 112 retention u32, 120 snapshot_alpha f64, "
+        "128 num_blocks u32, 132 max_claims u32, 136 block_nbytes u64, 144 snapshot_nbytes u64, 152 checksums u32, "
+        "156 huge_pages u32, 160 block_shape u32[8], 192 block_dtype char[16]",
     ),
     "guard": (128, "0 owner i64, 64 dirty i64, 72 acquired_ns i64, 80 recoveries i64"),
     "state": (
         128,
         "0 clock i64, 8 epoch i64, 16 nodes_used u32, 20 free_node u32, 24 namespaces_used u32, 28 free_namespace u32, "
         "32 leases_used u32, 36 free_lease u32, 40 live_blocks u32, 44 live_namespaces u32, 48 live_leases u32, "
-        "52 heap_size u32, 56 reserved u64[9]",
+        "52 heap_size u32, 56 free_block u32, 60 free_blocks u32, 64 private_blocks u32, 68 claims_used u32, "
+        "72 reserved u64[7]",
     ),
     "worker": (
         256,
@@ -47,6 +50,13 @@ RECORDS = {
         "60 in_heap u32",
     ),
     "heap": (16, "0 last_use i64, 8 node u32, 12 padding u32"),
+    "block": (16, "0 generation i64, 8 worker u32, 12 next_free u32"),
+    "claim": (
+        128,
+        "0 born i64, 8 taken_ns i64, 16 epoch i64, 24 generation i64, 32 adapter_id u64, 40 salt u64[4], "
+        "72 prefix_hash u64[2], 88 next_hash u64[2], 104 token_count u32, 108 next_count u32, 112 worker u32, "
+        "116 waiters u32, 120 reserved u64",
+    ),
     "snapshot_state": (
         64,
         "0 clock i64, 8 evictions i64, 16 snapshots_used u32, 20 pins_used u32, 24 reserved u64[5]",
@@ -95,7 +105,7 @@ FIELDS = {record: fields_of(record) for record in RECORDS}
 
 U64 = 2**64 - 1
 GOLDEN, KEY = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-CODES = {"u32": "I", "u64": "Q", "i64": "q", "f64": "d"}
+CODES = {"u32": "I", "u64": "Q", "i64": "q", "f64": "d", "char": "s"}
 
 
 class Block(NamedTuple):
@@ -151,7 +161,7 @@ class Reader:
         self.sections: dict[str, tuple[str, int, int]] = {"header": ("header", 0, 1)}
         header = {name: self.get("header", 0, name) for name in FIELDS["header"]}
         assert (header["version"], header["byte_order"]) == (1, 0x01020304)
-        assert header["fingerprint"] == 0x270D09E0432D3D25
+        assert header["fingerprint"] == 0xF5F3607D1802E29F
         self.block_size = header["block_size"]
         self.max_blocks, self.max_namespaces = header["max_blocks"], header["max_namespaces"]
         self.max_workers = header["max_workers"]
@@ -175,6 +185,9 @@ class Reader:
             ("tokens", "", 4 * self.block_size, self.node_count),
             ("heap", "heap", 16, 1 + self.max_blocks),
             ("buckets", "", 4, self.bucket_count),
+            ("blocks", "block", 16, header["num_blocks"]),
+            ("claims", "claim", 128, 1 + header["max_claims"]),
+            ("checksums", "", 8, header["num_blocks"] * header["checksums"]),
             ("snapshot_state", "snapshot_state", 64, 1),
             ("snapshots", "snapshot", 192, 1 + header["max_snapshots"]),
             ("slots", "slot", 16, header["snapshot_slots"]),
@@ -185,9 +198,23 @@ class Reader:
         for name, record, size, count in plan:
             self.sections[name] = record, offset, count
             offset += (size * count + 63) // 64 * 64
-        assert offset == header["size"] == len(image)
+        assert self.end_of_bytes(header, offset) == header["size"] == len(image)
         self.hash_seed = header["hash_seed"]
         self.hash_keys = list(self._hash_keys(self.hash_seed))
+
+    def end_of_bytes(self, header: dict[str, int], end_of_index: int) -> int:
+        """The size of the file; notes where blocks and states begin."""
+        self.block_stride = (header["block_nbytes"] + 4095) // 4096 * 4096
+        self.snapshot_stride = (header["snapshot_nbytes"] + 4095) // 4096 * 4096
+        if not self.block_stride + self.snapshot_stride:
+            return end_of_index
+        step = 2_097_152 if header["huge_pages"] else 65_536
+        self.kv_offset = (end_of_index + step - 1) // step * step
+        end = self.kv_offset + header["num_blocks"] * self.block_stride
+        if not self.snapshot_stride:
+            return end
+        self.states_offset = (end + 65_535) // 65_536 * 65_536
+        return self.states_offset + header["snapshot_slots"] * self.snapshot_stride
 
     def words(self, section: str, index: int, field: str) -> tuple[int, ...]:
         record, start, count = self.sections[section]

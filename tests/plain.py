@@ -21,8 +21,9 @@ from shmradix.layout import Geometry
 from shmradix.views import SLOT, make_handle
 
 MODULES = (
-    "anchors", "atomics", "entries", "guard", "hashing", "heap", "index", "leases", "recovery", "retention",
-    "snapshot_entries", "snapshot_views", "snapshots", "tree", "views",
+    "allocation", "anchors", "atomics", "block_entries", "claim_entries", "claims", "entries", "guard", "hashing",
+    "heap", "index", "leases", "pool", "recovery", "retention", "sections", "snapshot_entries", "snapshot_views",
+    "snapshots", "tree", "views",
 )  # fmt: skip
 """The modules with kernels; the others are the same compiled and not."""
 

@@ -157,7 +157,7 @@ class Protocol:
             yield "give up", self.raised(me), shared
 
     def judge(self, me: Process, shared: Shared, locked: int) -> Steps:
-        """The first half of _is_dead: the generation."""
+        """The first half of is_dead: the generation."""
         slot, generation = owner_of(me.seen)
         same = shared.slots[slot].generation == generation
         yield "step", me._replace(at="judge_lock" if same else "seize"), shared

@@ -278,13 +278,13 @@ def test_the_header_and_the_files(
         assert links == [(f"/dev/shm/.shmradix.{name}.new", f"/dev/shm/shmradix.{name}")]
         reader = read(cache)
         tail = f"{reader.get('header', 0, 'incarnation'):016x}"
-        semaphores = [f"sem.shmradix.{name}.{tail}.{guard}" for guard in ("snapshots", "tree")]
+        semaphores = [f"sem.shmradix.{name}.{tail}.{guard}" for guard in ("claims", "snapshots", "tree")]
         assert files_of(name) == [*semaphores, f"shmradix.{name}"]
         assert reader.get("header", 0, "creator_pid") == os.getpid()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
         assert struct.pack("<2Q", *reader.words("header", 0, "boot_id")).hex() == boot
         assert reader.words("header", 0, "snapshot_alpha") == (0.5,)
-        assert reader.image[128:4096] == bytes(4096 - 128)
+        assert reader.image[136:4096] == bytes(4096 - 136)
         assert [reader.get("guards", which, "owner") for which in range(2)] == [0, 0]
         assert [reader.get("guards", which, "dirty") for which in range(2)] == [0, 0]
         assert reader.get("guards", 0, "acquired_ns") > 0
@@ -441,15 +441,17 @@ DTYPES = {
     "header": layout.HEADER, "guard": layout.GUARD, "state": layout.STATE, "worker": layout.WORKER,
     "namespace": layout.NAMESPACE, "lease": layout.LEASE, "node": layout.NODE, "heap": layout.HEAP,
     "snapshot_state": layout.SNAPSHOT_STATE, "snapshot": layout.SNAPSHOT, "slot": layout.SLOT, "pin": layout.PIN,
-    "session": layout.SESSION,
+    "session": layout.SESSION, "block": layout.BLOCK, "claim": layout.CLAIM,
 }  # fmt: skip
+WIDTHS = {"u32": 4, "u64": 8, "i64": 8, "f64": 8, "char": 1}
 KINDS = {"<u4": "u32", "<u8": "u64", "<i8": "i64", "<f8": "f64"}
 
 
 def as_fields(dtype: np.dtype[Any]) -> dict[str, Field]:
     found = {}
     for name, (kind, offset, *_) in (dtype.fields or {}).items():
-        found[name] = Field(offset, KINDS[kind.base.str], kind.shape[0] if kind.shape else 0)
+        length = kind.shape[0] if kind.shape else kind.itemsize if kind.kind == "S" else 0
+        found[name] = Field(offset, "char" if kind.kind == "S" else KINDS[kind.base.str], length)
     return found
 
 
@@ -479,11 +481,10 @@ def test_records_lie_as_documented(record: str) -> None:
     assert as_fields(dtype) == fields
     table = rows(document_section(f"{record}: {dtype.itemsize} bytes"))
     assert table[0] == ["offset", "size", "type", "field", "meaning"]
-    width = {"u32": 4, "u64": 8, "i64": 8, "f64": 8}
     assert [row[:4] for row in table[1 : 1 + len(fields)]] == [
         [
             str(field.offset),
-            str(width[field.kind] * (field.length or 1)),
+            str(WIDTHS[field.kind] * (field.length or 1)),
             field.kind + f"[{field.length}]" * bool(field.length),
             f"`{name}`",
         ]
@@ -495,7 +496,7 @@ def test_records_lie_as_documented(record: str) -> None:
 def test_fields_are_aligned_and_do_not_overlap(record: str) -> None:
     size, end = RECORDS[record][0], 0
     for field in FIELDS[record].values():
-        width = 4 if field.kind == "u32" else 8
+        width = WIDTHS[field.kind]
         assert field.offset % width == 0
         assert field.offset >= end
         end = field.offset + width * (field.length or 1)
@@ -517,12 +518,14 @@ def test_the_owner_word_has_a_cache_line_of_its_own() -> None:
         (1 << 16, 1 << 30, 1 << 20, 1 << 24, 1 << 14, 1 << 16, 1 << 16, 1 << 30, 1),
     ],
 )
-def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
-    geometry = layout.Geometry(*sizes)
+@pytest.mark.parametrize(
+    "more", [{}, {"num_blocks": 7, "max_claims": 3}, {"num_blocks": 9, "block_nbytes": 1, "checksums": 1}]
+)
+def test_sections_lie_as_documented(sizes: tuple[int, ...], more: dict[str, int]) -> None:
+    geometry = layout.Geometry(*sizes, **more)
     meaning = {
-        **dict(zip(layout.LIMITS, sizes)), "bucket_count": geometry.bucket_count, "pin_count": geometry.pin_count,
-        "session_count": geometry.session_count,
-        **{str(number): number for number in (1, 2, 4, 16, 32, 64, 128, 192, 256, 4096)},
+        **{name: getattr(geometry, name) for name in (*layout.LIMITS, "bucket_count", "pin_count", "session_count")},
+        **{str(number): number for number in (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 4096)},
     }  # fmt: skip
 
     def value(text: str) -> int:
@@ -530,7 +533,7 @@ def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
         return product[0] if len(product) == 1 else product[0] * product[1]
 
     offset, found = 0, []
-    for _, name, size, count, _ in rows(document_section("Sections"))[1:16]:
+    for _, name, size, count, _ in rows(document_section("Sections"))[1:19]:
         found.append((name, offset, value(size) * value(count)))
         offset += (found[-1][2] + 63) // 64 * 64
     assert found == [(section.name, section.offset, section.nbytes) for section in geometry.sections()]
@@ -541,7 +544,7 @@ def test_sections_lie_as_documented(sizes: tuple[int, ...]) -> None:
 def test_the_example_is_right() -> None:
     geometry = layout.Geometry(16, 64, 256, 4096, 64, 512, 64)
     expected = [[section.name, str(section.offset), str(section.nbytes)] for section in geometry.sections()]
-    assert rows(document_section("Sections"))[17:] == [*expected, ["(end)", str(geometry.size), ""]]
+    assert rows(document_section("Sections"))[20:] == [*expected, ["(end)", str(geometry.size), ""]]
 
 
 def test_numbers_in_the_document() -> None:

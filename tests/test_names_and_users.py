@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shmradix import RadixCache, errors, locks, segment, workers
-from tests.actors import BLOCKS, PROMPT, SHM, files_of, run_script
+from tests.actors import BLOCKS, FILES, PROMPT, SHM, files_of, run_script
 from tests.children import Interruption, in_child, kill_self, raise_interruption, resources
 
 CacheFactory = Callable[..., RadixCache]
@@ -80,7 +80,7 @@ def test_another_users_file_at_the_temporary_name_is_named(name: str, temporary:
 def test_what_a_dead_creator_left_at_the_temporary_name_is_swept(name: str, temporary: Path) -> None:
     temporary.write_bytes(b"half a segment")
     with RadixCache.create(name, max_blocks=4) as cache:
-        assert len(files_of(name)) == 3
+        assert len(files_of(name)) == FILES
         cache.unlink()
 
 
@@ -250,7 +250,7 @@ def test_another_users_segment_is_refused_but_with_a_group_mode_and_a_common_gro
         assert cache.stats().workers == 1
     assert [(file.st_mode, file.st_uid, file.st_gid) for file in before.values()] == [
         (stat.S_IFREG | mode, 0, GROUP)
-    ] * 3
+    ] * FILES
 
 
 @as_root
@@ -351,7 +351,7 @@ def test_an_attach_in_the_middle_of_an_unlink_leaves_no_semaphore(name: str, mon
 def test_semaphores_of_a_segment_whose_file_was_removed_go_with_the_next_of_its_name(name: str) -> None:
     for _ in range(3):
         RadixCache.create(name, max_blocks=4).close()
-        assert len(files_of(name)) == 3
+        assert len(files_of(name)) == FILES
         (SHM / f"shmradix.{name}").unlink()
     RadixCache.create(name, max_blocks=4).close()
     assert RadixCache.unlink(name)

@@ -13,7 +13,7 @@ import posix_ipc
 import pytest
 
 from shmradix import RadixCache, Stats, compile, errors
-from tests.actors import BLOCKS, PROMPT, Actor, attach, exit_without_ceremony, files_of, hold, run_script, store
+from tests.actors import BLOCKS, FILES, PROMPT, Actor, attach, exit_without_ceremony, files_of, hold, run_script, store
 
 CacheFactory = Callable[..., RadixCache]
 
@@ -50,8 +50,7 @@ def test_of_fifty_processes_that_open_at_once_exactly_one_creates_and_all_share_
     created, incarnations = zip(*(line.split(" ", 1) for line in said), strict=True)
     assert sorted(created) == ["False"] * 49 + ["True"], said
     assert len(set(incarnations)) == 1
-    segment_and_semaphores = 3
-    assert len(files_of(name)) == segment_and_semaphores, files_of(name)
+    assert len(files_of(name)) == FILES, files_of(name)
 
 
 def test_spawned_processes_that_open_one_name_share_one_incarnation(name: str) -> None:
@@ -111,7 +110,7 @@ def test_a_creator_killed_half_way_does_not_block_the_next_and_its_leftovers_are
         RadixCache.attach(name)
     with RadixCache.open(name, max_blocks=64) as cache:
         assert cache.created
-        assert len(files_of(name)) == 3, files_of(name)
+        assert len(files_of(name)) == FILES, files_of(name)
         cache.unlink()
     assert files_of(name) == []
 

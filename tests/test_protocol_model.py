@@ -343,6 +343,7 @@ def run_worker(kernels: Any, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Non
     """Make a worker's calls on the model's memory, and see that both come to their end."""
     kernels.entries.open_views = lambda handle: SimpleNamespace(guard_words=tape, workers=tape, private=[0] * 99)
     kernels.leases.drop_all_of = kernels.tree.hide_all = tape.work
+    kernels.pool.free_all_of = kernels.claims.drop_all_of = lambda seg, slot, generation: None  # the burial has begun
     kernels.tree.peek = lambda *_: tape.access("read")
     kernels.recovery.rebuild = lambda seg: tape.access("rebuild")
     kernels.guard.SPINS = 1
@@ -360,7 +361,7 @@ def run_worker(kernels: Any, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(workers, "_parking", lambda segment, guard: parked)
     monkeypatch.setattr(workers.Worker, "describe", lambda self, slot: "")
     segment: Any = SimpleNamespace(
-        name="", geometry=SimpleNamespace(max_workers=3, max_snapshots=0), close=lambda: None,
+        name="", geometry=SimpleNamespace(max_workers=3, max_snapshots=0, num_blocks=0), close=lambda: None,
         open_for_locks=lambda: SimpleNamespace(close=lambda: tape.access("drop")),
         views=SimpleNamespace(workers=tape, guards={"acquired_ns": [0], "owner": np.zeros(2, np.int64)}),
     )  # fmt: skip

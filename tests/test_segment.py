@@ -16,7 +16,7 @@ import pytest
 
 import shmradix
 from shmradix import RadixCache, errors, layout
-from tests.actors import BLOCKS, PROMPT, SHM, files_of, run_script
+from tests.actors import BLOCKS, FILES, PROMPT, SHM, files_of, run_script
 
 CacheFactory = Callable[..., RadixCache]
 
@@ -58,7 +58,7 @@ def test_creating_a_name_twice_is_refused_and_the_first_stays(cache_factory: Cac
     cache.insert(PROMPT, BLOCKS)
     with pytest.raises(errors.SegmentExists, match=cache.name):
         RadixCache.create(cache.name, max_blocks=64)
-    assert len(files_of(cache.name)) == 3
+    assert len(files_of(cache.name)) == FILES
     assert cache.peek_matched_tokens(PROMPT) == 64
 
 
@@ -91,7 +91,7 @@ def test_the_mode_does_not_depend_on_the_umask(name: str) -> None:
 
 def test_a_segment_is_private_by_default(cache_factory: CacheFactory) -> None:
     cache = cache_factory(max_blocks=64)
-    assert [(SHM / entry).stat().st_mode & 0o777 for entry in files_of(cache.name)] == [0o600] * 3
+    assert [(SHM / entry).stat().st_mode & 0o777 for entry in files_of(cache.name)] == [0o600] * FILES
 
 
 def test_opening_and_closing_many_times_leaves_no_descriptor_and_no_mapping(
@@ -252,7 +252,7 @@ def test_an_old_handle_does_not_remove_a_newer_segment_of_the_same_name(name: st
         with RadixCache.create(name, max_blocks=64) as new:
             assert new.incarnation != old.incarnation
             assert not old.unlink()
-            assert len(files_of(name)) == 3
+            assert len(files_of(name)) == FILES
             new.insert(PROMPT, BLOCKS)
             with RadixCache.attach(name) as attached:
                 assert attached.incarnation == new.incarnation

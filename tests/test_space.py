@@ -16,7 +16,7 @@ import pytest
 from shmradix import RadixCache, errors, segment
 from shmradix import compile as kernels
 from shmradix.layout import Geometry
-from tests.actors import SHM
+from tests.actors import FILES, SHM
 from tests.children import in_child, resources
 from tests.namespaces import private_shm, why_not_private
 
@@ -125,7 +125,7 @@ def make(name: str, max_blocks: int, use: str = "create") -> RadixCache:
 
 
 def size_of(max_blocks: int) -> int:
-    return Geometry(BLOCK, max_blocks, 16, 64, 8, 0).size
+    return Geometry(BLOCK, max_blocks, 16, 64, 8, 0, max_claims=256).size
 
 
 # --- a file system that is too small
@@ -152,7 +152,7 @@ def test_a_cache_that_does_not_fit_fails_at_its_creation_and_leaves_nothing(
         make(name, 100, use).close()  # and one that fits can be had at once
         return len(others())
 
-    assert in_small_shm(work) == "3"
+    assert in_small_shm(work) == f"{FILES}"
 
 
 @pytest.mark.usefixtures("private")
@@ -173,8 +173,9 @@ def test_to_the_page_a_cache_fits_and_works_or_fails_and_leaves_nothing(
         use_up(name)
         return len(others())
 
-    # Two pages are the semaphores'.
-    assert [in_small_shm(partial(work, pages)) for pages in range(-1, 4)] == ["[]"] * 3 + ["3"] * 2
+    needed = FILES - 1  # a page for each semaphore
+    said = [in_small_shm(partial(work, pages)) for pages in range(-1, needed + 2)]
+    assert said == ["[]"] * (needed + 1) + [f"{FILES}"] * 2
 
 
 @pytest.mark.usefixtures("private")
@@ -190,7 +191,7 @@ def test_to_the_inode_a_cache_fits_and_works_or_fails_and_leaves_nothing(name: s
     said = [in_small_shm(work, f"size=2m,nr_inodes={inodes}") for inodes in range(1, 8)]
     full = said.count("('ENOSPC', [])")
     assert full >= 3, said
-    assert said == ["('ENOSPC', [])"] * full + ["3"] * (7 - full)
+    assert said == ["('ENOSPC', [])"] * full + [f"{FILES}"] * (7 - full)
 
 
 # --- one that is full later

@@ -12,6 +12,8 @@ from shmradix import RadixCache, verify
 from shmradix.layout import BRANCH, HIDDEN, LEAF, NO_BLOCK, PENDING, SIBLING, TAIL
 from shmradix.results import Spill
 from tests.conftest import fresh_name, remove_all
+from tests.test_block_damage import DAMAGES as BLOCK_DAMAGES
+from tests.test_claim_damage import DAMAGES as CLAIM_DAMAGES
 
 WHOLE = 1 << 32
 HUGE = 1 << 60
@@ -358,4 +360,5 @@ def test_slots_that_are_the_callers_own_have_no_owner_and_no_bounds() -> None:
 
 
 def test_every_invariant_has_a_damage() -> None:
-    assert {number for _, number, _ in DAMAGES} == set(range(1, len(verify.names()) + 1))
+    damaged = {number for _, number, _ in [*DAMAGES, *BLOCK_DAMAGES, *CLAIM_DAMAGES]}
+    assert damaged == set(range(1, len(verify.names()) + 1))

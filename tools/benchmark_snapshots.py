@@ -64,7 +64,7 @@ def measure(cache: RadixCache, prompt: np.ndarray, runs: int) -> dict[str, float
     match = cache.lookup(prompt)
 
     def find_and_pin() -> None:
-        cache._resume(match, prompt, NO_KEYS, TOKENS, (SESSION, False))
+        cache._worker.locked(cache._resume, match, prompt, NO_KEYS, TOKENS, (SESSION, False))
 
     def unpin() -> None:
         cache._worker.run(cache._entries().unpin, match._anchor.pin, match._anchor.born)
