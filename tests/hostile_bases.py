@@ -174,11 +174,23 @@ def _managed(m: Maker) -> None:
     m.prompts.append(Prompt(A[:14]))
 
 
+def _claims(m: Maker) -> None:
+    """Claims of either worker, of which one goes on after a part was inserted, one is over and one is waited for."""
+    m.store(A[:8])
+    done, part = m.one.claim(C), m.one.claim(A)
+    assert m.two.claim(B).is_mine
+    assert m.one.claim(B).is_waiting
+    part.insert([*m.one.lookup(A[:8]).matched_blocks, next(m.blocks)], num_tokens=12)
+    done.release()
+    m.prompts += [Prompt(A), Prompt(B), Prompt([*B[:4], 5, 5, 5, 5])]
+
+
 SHAPES: list[tuple[Callable[[Maker], None], dict[str, Any]]] = [
     (_chain, {}), (_branches, {}), (_namespaces, {}), (_leases, {}), (_fragmented, {}), (_cleared, {}), (_full, {}),
     (_empty, {}), (_odd, {"block_size": 3, "max_snapshots": 2}),
     (_states, {"max_snapshots": 9, "snapshot_slots": 7, "tail_lease": 2}),
     (_pools, {"max_snapshots": 9, "retention": "chain"}), (_managed, {"num_blocks": 20}),
+    (_claims, {"max_claims": 5}),
 ]  # fmt: skip
 
 

@@ -44,6 +44,7 @@ REFUSALS = (errors.SegmentForeign, errors.LayoutMismatch)  # the segment stays a
 ALLOWED = (
     errors.CorruptSegment, errors.LeasesFull, errors.NamespacesFull, errors.LeaseError, errors.SnapshotsFull,
     errors.SlotsFull, errors.SlotError, errors.NoFreeBlocks, errors.BlockError,
+    errors.ClaimsFull, errors.ClaimError,
 )  # fmt: skip
 
 
@@ -285,6 +286,9 @@ class Visit:
         except ValueError as error:
             require("do not start with the prompt" in str(error), f"ValueError: {error}")
             return
+        except errors.CorruptSegment:
+            self.blocks -= {*table}  # a part may be in the tree
+            raise
         given = Counter(done.blocks.tolist() + done.duplicates.tolist())
         self.blocks -= {*done.blocks.tolist()}
         require(set(given) <= set(table) and max(given.values(), default=0) <= 1, f"{done}")
@@ -324,6 +328,29 @@ class Visit:
     def free_blocks(self) -> None:
         blocks, self.blocks = self.blocks, set()
         self.cache.free(sorted(blocks))
+
+    def claim(self, prompt: Prompt) -> None:
+        """Claim the rest of a prompt, or see that a claim of a live worker's is on it; insert it in two parts."""
+        truth, size = self.truth(), self.geometry.block_size
+        blocks = len(prompt.tokens) // size
+        with self.cache.claim(prompt.tokens, **prompt.named()) as claim:
+            claim.wait(0)
+            if claim.is_waiting:
+                record = truth.views.claims[1:]
+                others = record[(record["born"] != 0) & (record["epoch"] == truth.views.state["epoch"][0])]
+                ends = {*others["token_count"].tolist(), *others["next_count"].tolist()}
+                require(any(0 < end <= blocks * size for end in ends), f"WAITS FOR NOBODY: {claim!r}")
+                return
+            require(claim.match is not None and claim.match.matched_tokens <= blocks * size, f"{claim!r}")
+            require(claim.is_mine or claim.match.matched_tokens == blocks * size, f"NOBODY'S, yet missing: {claim!r}")
+            if claim.is_mine:
+                known = claim.match.matched_blocks.tolist()
+                table = [*known, *(block for block in self.table(2 * blocks) if block not in known)][:blocks]
+                self.blocks -= {*table}  # whatever comes of them
+                if len({*table}) < len(table) or max(table) >= layout.NO_BLOCK:
+                    return  # the damage is in what was matched: no table that an engine has
+                for count in (claim.match.matched_tokens + size, len(prompt.tokens)):
+                    claim.insert(table[: count // size], num_tokens=min(count, len(prompt.tokens)))
 
     def insert_match(self) -> None:
         if self.match is not None:
@@ -382,6 +409,8 @@ class Visit:
                 (f"allocate {count} blocks", lambda count=count: self.allocate_blocks(count)) for count in (2, 9, most)
             ]
             plan.append(("free blocks", self.free_blocks))
+        if self.geometry.max_claims:
+            plan += [(f"claim {p}", lambda p=p: self.claim(p)) for p in (*prompts, Prompt(NEW), deeper)]
         if self.geometry.max_snapshots:
             plan += self.snapshot_calls(prompts)
         order = self.image.chance.permutation(len(plan)).tolist()

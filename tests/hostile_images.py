@@ -285,6 +285,7 @@ SNAPSHOT_INDEXES = {
     "sessions": ("session", "evictions"),
 }  # fmt: skip
 BLOCK_INDEXES = {"blocks": ("worker", "next_free", "generation")}
+CLAIM_INDEXES = {"claims": ("worker", "generation", "born", "epoch", "token_count", "waiters")}
 POOL_TOTALS = ("free_block", "free_blocks", "private_blocks")
 SNAPSHOT_MARKS = ("snapshots_used", "pins_used")
 OWNERS = [0, 1, 3, 4, 0xFFFF, 1 << 16, (1 << 16) + 4, (1 << 40) + 0xFFFF, 1 << 62, (1 << 62) + 1, -1, -(1 << 63), LAST,
@@ -331,6 +332,8 @@ def systematic(all_bases: list[Base]) -> Iterator[Change]:
             yield from _of_snapshots(b, geometry)
         if geometry.num_blocks:
             yield from _of_blocks(b, geometry)
+        if geometry.max_claims:
+            yield from _of_claims(b, geometry)
         for section, how in itertools.product(Views._fields, ("zero", "ones", "random")):
             yield Change(f"section {how}", b, partial(_section, section, how), section in ("heap", "buckets"))
         edges = {s.offset + d for s in geometry.sections() for d in (-1, 0, 1)} | {geometry.size + d for d in (-1, 1)}
@@ -354,6 +357,16 @@ def _of_blocks(b: int, geometry: Geometry) -> Iterator[Change]:
         yield Change("total or mark", b, partial(_field, "state", field, value, False), True)
     for how in ("one", "free", "private", "none"):
         yield Change("stored blocks", b, partial(_stored, how))
+
+
+def _of_claims(b: int, geometry: Geometry) -> Iterator[Change]:
+    """Those of claims."""
+    for field, one in itertools.product(CLAIM_INDEXES["claims"], (True, False)):
+        is_wide = field in ("generation", "born", "epoch")
+        for value in (0, 1, 2, *((-1, 1 << 60, LAST) if is_wide else (geometry.max_workers + 1, WHOLE - 1))):
+            yield Change("index claims", b, partial(_field, "claims", field, value, one))
+    for value in (0, 1, 2, geometry.max_claims, geometry.max_claims + 1, geometry.max_claims + 2, WHOLE - 1):
+        yield Change("total or mark", b, partial(_field, "state", "claims_used", value, False))
 
 
 def _of_snapshots(b: int, geometry: Geometry) -> Iterator[Change]:
