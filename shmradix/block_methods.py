@@ -94,8 +94,7 @@ class BlockMethods(Handle):
         worker, geometry = self._worker, self._segment.geometry
         totals = worker.call(worker.entries.totals, np.zeros(geometry.node_count, np.uint8))
         live, leased, free, private = totals[2], totals[3], totals[6], totals[7]
-        named = self._segment.views.blocks["worker"]  # for people: without the guard
-        owners = np.bincount(named[named <= geometry.max_workers], minlength=2)[1:]
+        owners = count_owners(self._segment.views.blocks["worker"], geometry.max_workers)
         most = [slot for slot in np.argsort(-owners, kind="stable")[:8].tolist() if owners[slot]]
         by = ", ".join(f"{owners[slot]} by {worker.describe(slot)}" for slot in most)
         error = NoFreeBlocks(
@@ -105,3 +104,9 @@ class BlockMethods(Handle):
         )  # fmt: skip
         error.free, error.evictable, error.leased, error.private = free, live - leased, leased, private
         return error
+
+
+def count_owners(named: np.ndarray, max_workers: int) -> np.ndarray:
+    """How many blocks each worker slot has, int64[n], n > 0; for people: read without the guard."""
+    now = np.array(named)  # others go on writing to `named`
+    return np.bincount(now[now <= max_workers], minlength=2)[1:]

@@ -77,6 +77,8 @@ class Claim:
         ids, keys, adapter_id, salt = self._prompt
         count = len(ids) if num_tokens is None else as_count("num_tokens", num_tokens, len(ids), ", the prompt's")
         full = count // self._cache.block_size
+        if not count:
+            raise ValueError(f"num_tokens=0: expected 1 to {len(ids)}, the prompt's")
         if not self.is_mine:
             raise ClaimError(f"{self!r}: expected one that is this worker's, see is_mine")
         waiters = 0

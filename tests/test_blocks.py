@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from shmradix import NO_DISK, RadixCache, errors
+from shmradix.block_methods import count_owners
+from shmradix.layout import IN_TREE
 from tests.actors import Actor, attach
 from tests.children import Interruption, in_child
 
@@ -277,3 +279,17 @@ def test_an_allocation_that_a_signal_handler_cuts_short_keeps_nothing(cache: Rad
     assert cache.stats().blocks_private == (5 if after else 0)
     assert cache.allocate(8).size == 8
     assert counts(cache) == (0, 8, 0)
+
+
+class Racing(np.ndarray):
+    """An array that another process writes to as soon as it was looked at."""
+
+    def __le__(self, other: object) -> Any:
+        small = np.asarray(self) <= other
+        self[...] = IN_TREE
+        return small
+
+
+def test_an_error_counts_the_owners_of_blocks_that_change_hands_meanwhile() -> None:
+    named = np.array([2, 0, 1, 2, IN_TREE, 9], np.uint32).view(Racing)
+    assert count_owners(named, 4).tolist() == [1, 2]
