@@ -49,6 +49,7 @@ class Parking:
 
     def __init__(self, name: str) -> None:
         self._close = _libc.sem_close  # at hand when the interpreter ends, too
+        self._semaphore = None  # until opened: a signal may end this before
         self._semaphore = _libc.sem_open(name.encode(), 0)
         if not self._semaphore:
             error = ctypes.get_errno()

@@ -42,7 +42,7 @@ def number_of(figure: str) -> int:
 
 @pytest.mark.parametrize("lock", ["semaphore", "owner"])
 def test_the_killer_finds_out_a_broken_lock_within_a_thousand_kills(lock: str) -> None:
-    status, output, figures = run_tool("--lock", lock, "--kills", "1000")
+    status, output, figures = run_tool("--job", lock, "--kills", "1000")
     assert status == 1, output
     assert "WRONG: hang" in output or "in the section at once" in output or "the counter says" in output, output
     assert "ended by itself" not in output, output
@@ -50,7 +50,7 @@ def test_the_killer_finds_out_a_broken_lock_within_a_thousand_kills(lock: str) -
 
 
 def test_the_guard_in_the_place_of_a_broken_lock_survives_a_thousand_kills() -> None:
-    status, output, figures = run_tool("--lock", "guard", "--kills", "1000")
+    status, output, figures = run_tool("--job", "guard", "--kills", "1000")
     assert status == 0, output
     assert number_of(figures["kills"]) >= 1000
     assert number_of(figures["takeovers"]) > 10
@@ -62,6 +62,13 @@ def test_two_thousand_kills_lose_nothing_that_was_acknowledged_and_stop_nobody()
     assert number_of(figures["kills"]) >= 2000
     assert number_of(figures["takeovers"]) > 10
     assert number_of(figures["rebuilds"]) > 10
+
+
+def test_kills_of_workers_that_compute_kv_lose_no_block_leave_no_half_written_one_and_stop_no_waiter() -> None:
+    status, output, figures = run_tool("--job", "kv", "--kills", "500", "--workers", "4", "--seed", "1")
+    assert status == 0, output
+    assert number_of(figures["kills"]) >= 500
+    assert number_of(figures["takeovers"]) > 0
 
 
 def test_workers_that_are_each_pid_1_of_a_pid_namespace_are_told_apart() -> None:

@@ -3,9 +3,10 @@
 Half of the kills are aimed at whoever has a guard. After each hundred all workers are killed, and then every block
 whose insert had returned must be in the tree, unless an eviction cut short may have taken it; every node must hold
 what was noted for its block before the insert, every snapshot's slot or file the state of its prefix; every slot must
-be free or in one snapshot, `verify()` empty, and no lease, pin or pending snapshot left. With `--lock` the same killer
-works on a counter under a lock: `guard` is the cache's, `semaphore` and `owner` are broken ones, which must hang or
-corrupt. Exit status 1 means that something was wrong; the lines that begin with WRONG say what.
+be free or in one snapshot, `verify()` empty, and no lease, pin or pending snapshot left. `--job` sets the killer on
+others: `kv` are workers that compute KV into blocks of the cache, each word checked by whoever reads it, where each
+block must be free or in one node in the end; `guard`, `semaphore` and `owner` count under a lock, the cache's, and two
+broken ones, which must hang or corrupt. Exit status 1 means that something was wrong; lines with WRONG say what.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import kv
 import numpy as np
 import psutil
 import victims
@@ -37,7 +39,13 @@ from shmradix import RadixCache
 from shmradix.layout import RETENTIONS
 
 ROUND = 100  # kills between two checks
-PATIENCE = {"cache": 30.0, "guard": 30.0, "semaphore": 4.0, "owner": 4.0}  # seconds without progress: it hangs
+PATIENCE = {
+    "index": 30.0,
+    "kv": 30.0,
+    "guard": 30.0,
+    "semaphore": 4.0,
+    "owner": 4.0,
+}  # seconds without progress: it hangs
 _PR_SET_CHILD_SUBREAPER, _CLONE_NEWPID = 36, 0x2000_0000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +78,7 @@ class Crew:
     def __init__(self, job: Job, seats: Any, options: argparse.Namespace) -> None:
         self.job, self.seats, self.workers = job, seats, options.workers
         self.random = random.Random(options.seed)
-        self.namespaces, self.lock = options.namespaces, options.lock
+        self.namespaces, self.kind = options.namespaces, options.job
         self.spare = {child.pid for child in psutil.Process().children()}  # the sweeper
         self.pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.kills = self.stops = self.productive = 0  # the last is the kills until somebody did something
@@ -221,9 +229,9 @@ class Crew:
         operations = int(self.seats["operations"].sum())
         if operations != self.operations:
             self.operations, self.productive, self.since = operations, self.kills, time.monotonic_ns()
-        broken = self.lock in ("semaphore", "owner")
+        broken = self.kind in ("semaphore", "owner")
         longest = time.monotonic_ns() - self.since if broken else self.note_gaps()
-        if longest > PATIENCE[self.lock] * 1e9:
+        if longest > PATIENCE[self.kind] * 1e9:
             doing = Counter(DOING[seat["doing"]] for seat in self.seats if seat["pid"] > 0)
             self.wrong.append(f"hang: no progress for {longest / 1e9:.1f} s, workers are in {dict(doing)}")
         for number in range(self.workers):
@@ -284,33 +292,38 @@ def swept(name: str, path: str) -> Iterator[None]:
             sweeper.stdin.close()
 
 
+def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of the cache that the job needs."""
+    if options.job == "kv":
+        return {**kv.SIZES, "checksums": bool(options.seed % 2)}
+    blocks = {"max_blocks": BLOCKS * 3 // 4, "block_size": BLOCK_SIZE, "max_namespaces": 64}
+    return {**blocks, **SIZES, "retention": RETENTIONS[options.seed % 2]}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill workers at random and check what survives.")
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0, help="even: session retention, odd: chain")
-    parser.add_argument("--lock", choices=PATIENCE, default="cache", help="what to test instead of the whole cache")
+    parser.add_argument("--seed", type=int, default=0, help="even: session retention, odd: chain, and checksums")
+    parser.add_argument("--job", choices=PATIENCE, default="index", help="what is killed (default %(default)s)")
     parser.add_argument("--namespaces", action="store_true", help="every other worker is pid 1 of its own namespace")
     options = parser.parse_args(arguments)
     name = f"kills-{os.getpid()}-{os.urandom(4).hex()}"
     handle, path = tempfile.mkstemp(prefix=f"{name}-")
     os.close(handle)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    seats = shared_array(SEAT, options.workers * (2 if options.lock == "cache" else 1))
+    seats = shared_array(SEAT, options.workers * (2 if options.job == "index" else 1))
     with (
         swept(name, path),
-        RadixCache.create(
-            name,
-            max_blocks=BLOCKS * 3 // 4,
-            block_size=BLOCK_SIZE,
-            max_workers=2 * options.workers + 2,
-            max_namespaces=64,
-            retention=RETENTIONS[options.seed % 2],
-            **SIZES,
-        ) as cache,
+        RadixCache.create(name, max_workers=2 * options.workers + 2, **sizes_of(options)) as cache,
     ):
-        job: Any = CacheJob(cache, path, seats, options.seed) if options.lock == "cache" else None
-        job = job or LockJob(cache, options.lock, seats)
+        job: Any
+        if options.job == "index":
+            job = CacheJob(cache, path, seats, options.seed)
+        elif options.job == "kv":
+            job = kv.KvJob(cache, seats, options.seed)
+        else:
+            job = LockJob(cache, options.job, seats)
         crew = Crew(job, seats, options)
         gc.freeze()
         before, started = entries(), time.monotonic()

@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ledger import AWAY, BLOCK_SIZE, HELD, OFFERED, SHARED_PREFIXES, Ledger, Prompt, Prompts
@@ -30,22 +30,13 @@ from stress import Worker
 from shmradix import InsertAcquired, PrefixMatch, RadixCache
 from shmradix.errors import SegmentExists, SegmentNotFound
 
-IDLE, LOOKUP, RELEASE, INSERT, EVICT, CLEAR, PEEK, ATTACH, CREATE, FORK, SECTION, SAVE, SPILL = range(13)
-DOING = (
-    "between calls",
-    "lookup",
-    "release",
-    "insert",
-    "evict",
-    "clear",
-    "peek",
-    "attach",
-    "create",
-    "fork",
-    "section",
-    "save",
-    "spill",
+IDLE, LOOKUP, RELEASE, INSERT, EVICT, CLEAR, PEEK, ATTACH, CREATE, FORK, SECTION, SAVE, SPILL, CLAIM, ALLOCATE = range(
+    15
 )
+DOING = (
+    "between calls", "lookup", "release", "insert", "evict", "clear", "peek", "attach", "create", "fork", "section",
+    "save", "spill", "claim", "allocate",
+)  # fmt: skip
 
 SEAT = np.dtype(
     [
@@ -96,6 +87,10 @@ class Stock(Prompts):
 
     def draw(self) -> Prompt:
         return random.choice(self._stock)
+
+    def few(self, count: int) -> list[Prompt]:
+        """Some of them, long ones among them."""
+        return self._stock[-count:] + self._stock[:count]
 
 
 class Victim(Worker):
@@ -347,39 +342,29 @@ class CacheJob:
         self.checks += 1
         wrong += check_quiet(self.cache, self.ledger, self.files)
         wrong += [f"{path} is left" for path in Path(self.files).glob(".?*") if path.name != ".lock"]
-        wrong += self.check_nodes(live[np.argsort(nodes["born"][live])], acknowledged)
+        wrong += self.check_nodes(acknowledged)
         self.share_out(in_tree)
         self.may_be_missing = 0
         return wrong
 
-    def check_nodes(self, live: Any, acknowledged: Any) -> list[str]:
+    def check_nodes(self, acknowledged: Any) -> list[str]:
         """Every node holds what was noted for its block; every path of this epoch is found by a lookup."""
         views, content, wrong = self.cache._segment.views, self.ledger.content, []
-        nodes: Any = views.nodes
         epoch = int(views.state["epoch"][0])
         cleared = max(self.last_clear, int(self.seats["cleared_at"].max()))
-        paths: dict[int, tuple[Any, list[int], int]] = {}  # node: running digest, its path, its root
-        for node in live.tolist():
-            parent, block = int(nodes["parent"][node]), int(nodes["block"][node])
-            if parent in paths:
-                running, path, root = paths[parent]
-            else:
-                namespace, path, root = views.namespaces[parent], [], parent
-                salt = b"tenant" if namespace["salt"].any() else None
-                running = hashlib.blake2b(repr((int(namespace["adapter_id"]), salt)).encode(), digest_size=8)
-            running = running.copy()
-            running.update(views.tokens[node].tobytes() + nodes["block_key"][node].tobytes())
-            paths[node] = running, [*path, node], root
-            if int.from_bytes(running.digest(), "little") != int(content["prefix"][block]):
+        paths = paths_of(views)
+        for node, path in paths.items():
+            block = int(views.nodes["block"][node])
+            if path.digest != int(content["prefix"][block]):
                 wrong.append(f"block {block} of node {node} holds something else than what was inserted")
-            hidden = int(views.namespaces["epoch"][root]) != epoch
+            hidden = int(views.namespaces["epoch"][path.root]) != epoch
             if hidden and acknowledged[block] and self.offered_at[block] > cleared:
                 wrong.append(f"block {block} is hidden, and was inserted after the last clear()")
-        leaves = [node for node in paths if not nodes["first_child"][node]]
+        leaves = [node for node in paths if not views.nodes["first_child"][node]]
         for node in self.random.sample(leaves, min(len(leaves), 50)):
-            _, path, root = paths[node]
-            if int(views.namespaces["epoch"][root]) == epoch:
-                wrong += self.look_up(path, views.namespaces[root])
+            path = paths[node]
+            if int(views.namespaces["epoch"][path.root]) == epoch:
+                wrong += self.look_up(path.nodes, views.namespaces[path.root])
         return wrong[:10]
 
     def look_up(self, path: list[int], namespace: Any) -> list[str]:
@@ -426,6 +411,38 @@ class CacheJob:
                 RadixCache.unlink(name)
             wrong += [f"{path.name} is left in {SHM}" for path in SHM.glob(f"*shmradix.{name}*")]
         return wrong
+
+
+class Branch(NamedTuple):
+    """From a root to a node."""
+
+    root: int
+    nodes: list[int]
+    running: Any  # the hash of what its blocks hold
+
+    @property
+    def digest(self) -> int:
+        """As `ledger.digest_chain` has it."""
+        return int.from_bytes(self.running.digest(), "little")
+
+
+def paths_of(views: Any) -> dict[int, Branch]:
+    """The path to each node, parents first."""
+    live = np.flatnonzero(views.nodes["born"] != 0)
+    live = live[live >= len(views.namespaces)]
+    paths: dict[int, Branch] = {}
+    for node in live[np.argsort(views.nodes["born"][live])].tolist():
+        parent = int(views.nodes["parent"][node])
+        if parent in paths:
+            root, nodes, running = paths[parent]
+        else:
+            namespace, root, nodes = views.namespaces[parent], parent, []
+            salt = b"tenant" if namespace["salt"].any() else None
+            running = hashlib.blake2b(repr((int(namespace["adapter_id"]), salt)).encode(), digest_size=8)
+        running = running.copy()
+        running.update(views.tokens[node].tobytes() + views.nodes["block_key"][node].tobytes())
+        paths[node] = Branch(root, [*nodes, node], running)
+    return paths
 
 
 def line(what: str, figure: str) -> None:
