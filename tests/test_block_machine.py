@@ -105,7 +105,11 @@ class Ledger:
             with pytest.raises(errors.BlockError):
                 cache.insert(request.tokens, [*table, wrong])
 
-    def reopen(self, client: int) -> None:
+    def reopen(self, client: int, killed: bool = False) -> None:
+        """Close the handle, or let it die: its lock goes, and somebody else has to free what it holds."""
+        if killed:
+            self.caches[client]._worker.forget()
+            assert self.caches[(client + 1) % CLIENTS].reap() == 1
         self.caches[client].close()
         self.model.close(client)
         self.free |= {*self.private[client]}
@@ -175,9 +179,9 @@ class BlockMachine(RuleBasedStateMachine):
         assert evicted == [block for block, _ in self.ledger.model.clear()]
         self.ledger.free |= {*evicted}
 
-    @rule(client=CLIENT)
-    def reopen(self, client: int) -> None:
-        self.ledger.reopen(client)
+    @rule(client=CLIENT, killed=st.booleans())
+    def reopen(self, client: int, killed: bool) -> None:
+        self.ledger.reopen(client, killed)
 
     @invariant()
     def check(self) -> None:
@@ -211,7 +215,7 @@ def test_blocks_of_many_random_calls_are_each_in_one_place() -> None:
             try:
                 mine = ledger.caches[client].allocate(count).tolist()
             except errors.NoFreeBlocks:
-                ledger.reopen(int(chance.integers(CLIENTS)))
+                ledger.reopen(int(chance.integers(CLIENTS)), killed=bool(step % 2))
                 ledger.check()
                 continue
             evicted = ledger.caches[0].stats().evicted_blocks - before.evicted_blocks

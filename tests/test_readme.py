@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""What the README and the guide show is what happens."""
 
 import os
 import re
@@ -6,16 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import fresh_name, remove_all
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "docs/guide.md")}
 
 
-def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_example_prints_what_the_text_says(tmp_path: Path, text: str) -> None:
     name = fresh_name()
-    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-    expected = re.findall(r"prints\n\n((?:    .*\n)+)", README)[0]
+    example = re.findall(r"```python\n(.*?)```", TEXTS[text], re.DOTALL)[0]
+    expected = re.findall(r"prints\n\n((?:    .*\n)+)", TEXTS[text])[0]
     script = tmp_path / "example.py"
     script.write_text(example.replace('"llm"', repr(name)))
     try:
@@ -33,6 +36,7 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert done.stdout.split() == expected.split()
 
 
-def test_every_file_that_the_readme_links_to_is_there() -> None:
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).is_file(), link
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_file_that_the_text_links_to_is_there(text: str) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", TEXTS[text]):
+        assert (ROOT / text).parent.joinpath(link).is_file(), link
