@@ -395,7 +395,7 @@ class SnapshotMethods(Handle):
         if answer[0] == SNAPSHOTS_FULL:
             raise SnapshotsFull(
                 f"cache {self.name!r}: all max_snapshots={self._segment.geometry.max_snapshots} are in use, none "
-                "spilled: evict one, or create the cache with more"
+                "spilled (what takes the place of one needs its own first): evict one, or create it with more"
             )
         return answer[0], answer[2], answer[3]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shmradix import RadixCache, errors
+from shmradix.layout import RETENTIONS
 from shmradix.results import Drop, Spill
 from tests.snapshot_steps import CacheFactory, anchor, cache_with
 
@@ -341,6 +342,33 @@ def test_how_else_a_pending_spill_may_end(ending: str, cache_factory: CacheFacto
     other.close()
     assert cache.snapshot_count() == (0 if ending in ("forgotten", "closed") else 1)
     assert not cache.forget_snapshot_tier_key(spilled.key)
+
+
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_managed_slots_are_superseded_where_all_but_the_new_one_are_in_the_index(
+    retention: str, cache_factory: CacheFactory
+) -> None:
+    cache = cache_with(cache_factory, max_snapshots=3, snapshot_slots=3, retention=retention)
+    for session in (1, 2):
+        cache.insert_tail_snapshot(range(session, session + 32), cache.allocate_snapshot_slot(), session)
+    for depth in (48, 64, 48):
+        for session in (1, 2):
+            new = cache.allocate_snapshot_slot(evict=False)
+            (old,) = cache.insert_tail_snapshot(range(session, session + depth), new, session)
+            cache.free_snapshot_slot(old)
+    assert cache.snapshot_count() == 2
+
+
+def test_superseding_with_slots_of_ones_own_needs_a_record_more(cache_factory: CacheFactory) -> None:
+    cache = cache_with(cache_factory, max_snapshots=2)
+    for slot, session in enumerate((7, 8)):
+        cache.insert_tail_snapshot(range(32 + slot), slot, session)
+    with pytest.raises(errors.SnapshotsFull, match="takes the place of one needs its own"):
+        cache.insert_tail_snapshot(range(48), 2, 7)
+    assert cache.snapshot_count() == 2
+    assert cache.evict_snapshot_lru() == 0
+    assert cache.insert_tail_snapshot(range(48), 2, 7) == []
+    assert in_index(cache) == {1: 33, 2: 48}
 
 
 def test_a_full_table_gives_up_the_coldest_spilled_snapshot(cache_factory: CacheFactory) -> None:
