@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from generating import BLOCK_SIZE
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from workload import VOCABULARY
 
-BLOCK_SIZE = 16
 CONFIG = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=2, max_position_embeddings=2048,
@@ -41,16 +41,3 @@ def blocks_of(past: DynamicCache, first: int, last: int) -> np.ndarray:
     layers, two, heads, _, elements = BLOCK_SHAPE
     kv = kv.reshape(layers, two, heads, last - first, BLOCK_SIZE, elements)
     return kv.permute(3, 0, 1, 2, 4, 5).contiguous().numpy()
-
-
-def forward(model: LlamaForCausalLM, tokens: list[int], past: DynamicCache) -> torch.Tensor:
-    """Compute what follows `past`, one block at a time. Returns the logits after the last token, float32[vocabulary].
-
-    So whoever computes a block does the same arithmetic on the same shapes, whatever else was found in the cache, and
-    gets the same bits. A real engine computes longer chunks, and gets bits that differ in the last place.
-    """
-    with torch.inference_mode():
-        for start in range(0, len(tokens), BLOCK_SIZE):
-            chunk = torch.tensor([tokens[start : start + BLOCK_SIZE]])
-            logits = model(chunk, cache=past).logits[0, -1]
-    return logits

@@ -169,7 +169,8 @@ class InsertAcquired:
     disk_block_ids: np.ndarray
     """Disk blocks that the cache refers to from now on."""
     duplicates: np.ndarray
-    """Blocks that the cache did not take: it has the same tokens in another block."""
+    """Blocks that the cache did not take: it has the same tokens in another block. Named again by each insert that has
+    them in its table: of a prompt inserted in parts, free those of the last."""
     duplicate_disk_block_ids: np.ndarray
     """Disk blocks that it did not take, likewise."""
     stale: bool = False

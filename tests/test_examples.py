@@ -18,14 +18,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_shared_cache_computes_least_and_changes_no_token() -> None:
-    example = subprocess.Popen([sys.executable, EXAMPLES / "serve_llama.py", *SMALL], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("name", ["serve_llama", "serve_hybrid"])
+def test_a_shared_cache_computes_least_and_changes_no_token(name: str) -> None:
+    example = subprocess.Popen([sys.executable, EXAMPLES / f"{name}.py", *SMALL], stdout=subprocess.PIPE, text=True)
     try:
         output, _ = example.communicate(timeout=300)
     finally:
         example.kill()
         for number in range(2):
-            remove_all(f"llama-{example.pid}-{number}")
-    computed = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+) ", output.replace(",", ""), re.M)}
+            remove_all(f"{name}-{example.pid}-{number}")
+    computed = {kind: int(count) for kind, count in re.findall(r"^(\w+) +(\d+) ", output.replace(",", ""), re.M)}
     assert example.returncode == 0, output
     assert computed["none"] > computed["private"] > computed["shared"], output
