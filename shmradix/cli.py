@@ -18,9 +18,11 @@ from types import FrameType
 from typing import NoReturn
 
 from shmradix import __version__
+from shmradix.crew import WorkerFailed
 from shmradix.errors import SharedMemoryFull, ShmradixError
+from shmradix.handover import Handover, hand_over
 from shmradix.layout import LIMITS
-from shmradix.replay import MAX_WORKERS, Plan, ReplayError, replay
+from shmradix.replay import MAX_WORKERS, Plan, replay
 from shmradix.trace import TraceError
 
 SAMPLE = "mooncake_conversation_800.jsonl"
@@ -46,7 +48,8 @@ examples:
 _DEMO = """\
 Show what sharing is worth: replay 800 real chat requests that come with the package (the start of the
 conversation trace of Mooncake, FAST '25), first with one cache that all workers share, then with a private
-cache for every worker, with the same memory in all.
+cache for every worker, with the same memory in all. Then a worker writes the KV of a prompt into blocks of
+a cache, and another one reads it.
 """
 _DEMO_EXAMPLES = """\
 examples:
@@ -58,6 +61,8 @@ _DEMO_TEXT = (
     "like an earlier one, that part need not be computed again if the cache still has it: a hit.",
     "First all share one cache of {blocks} of {tokens}, so each finds what any has computed. Then each has a cache of "
     "its own of {private}, the same memory in all, and finds only what it has computed itself.",
+    "At the end one worker writes the KV of a prompt (random bytes here) into blocks of a cache and exits, and another "
+    "finds it by the prompt, and reads it.",
     "Starting takes a few seconds each time; on its first use on a machine shmradix also compiles for 10 to 30 "
     "seconds. Only the serving of the requests, usually below a second, is measured.",
 )
@@ -80,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except ReplayError as error:
+    except WorkerFailed as error:
         return _complain(str(error), 1)
     except SharedMemoryFull as error:
         return _complain(f"{error.strerror}\nshmradix: here, lower --blocks or --block-size", 2)
@@ -168,7 +173,7 @@ def _run_demo(args: argparse.Namespace) -> None:
     if not args.json:
         _introduce_demo(args)
     with resources.as_file(resources.files("shmradix") / "data" / SAMPLE) as path:
-        _replay_and_report(args, str(path))
+        _replay_and_report(args, str(path), hand_over)
 
 
 def _introduce_demo(args: argparse.Namespace) -> None:
@@ -184,15 +189,20 @@ def _introduce_demo(args: argparse.Namespace) -> None:
         print(textwrap.fill(paragraph.format(**words), _TEXT_WIDTH), end="\n\n", flush=True)
 
 
-def _replay_and_report(args: argparse.Namespace, trace_path: str) -> None:
+def _replay_and_report(
+    args: argparse.Namespace, trace_path: str, hand_over: Callable[[], Handover] | None = None
+) -> None:
     # Imported here: the workers import this module too, and have no use for the display.
     from shmradix.report import ProgressDisplay, print_json, print_table
 
     plan = Plan(trace_path, args.workers, args.blocks, args.block_size)
     with ProgressDisplay() as display:
         shared, private = replay(plan, display)
+    handover = hand_over() if hand_over else None
     show = print_json if args.json else print_table
-    show(plan, shared, private)
+    show(plan, shared, private, handover)
+    if handover and not handover.is_same:
+        raise WorkerFailed("the second worker read other bytes than the first one wrote")
 
 
 @contextmanager

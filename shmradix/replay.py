@@ -7,17 +7,12 @@ measured. A worker takes the next request whenever it is free.
 
 from __future__ import annotations
 
-import os
-import secrets
-import signal
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_int64
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -26,20 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shmradix import NO_BLOCK, PrefixMatch, RadixCache
-from shmradix.errors import SegmentNotFound
+from shmradix.crew import EXIT_SECONDS, SPAWN, crew, one_message_from_each, segments, stops_put_off
 from shmradix.trace import Trace, TraceError, read_trace
 
 MAX_WORKERS = 256
 CALLS = ("lookup", "insert", "evict")
 
 _Array = npt.NDArray[np.uint32]
-_SPAWN = get_context("spawn")
-_POLL_SECONDS, _EXIT_SECONDS = 0.1, 10.0
 _SCRATCH_BLOCKS, _SCRATCH_BLOCK_SIZE = 64, 16
-
-
-class ReplayError(RuntimeError):
-    """A worker died or failed; the message says which one and why."""
 
 
 class Counts(NamedTuple):
@@ -141,25 +130,10 @@ class _Job:
     scratch: str
 
 
-class _Failure(NamedTuple):
-    """Sent by a worker in place of its result."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class _Member:
-    """The parent's view of a worker."""
-
-    worker: int
-    process: SpawnProcess
-    link: Connection[Any, Any]
-
-
 def replay(plan: Plan, observer: Observer) -> tuple[Phase, Phase]:
     """Replay the trace on one shared cache, then on private ones that have the same blocks in all.
 
-    Raises TraceError, ReplayError, or a ShmradixError where a segment can't be made.
+    Raises TraceError, WorkerFailed, or a ShmradixError where a segment can't be made.
     """
     shared = replay_phase(plan, "shared", 1, observer)
     return shared, replay_phase(plan, "private", plan.workers, observer)
@@ -171,7 +145,7 @@ def replay_phase(plan: Plan, name: str, caches: int, observer: Observer) -> Phas
     requests = len(read_trace(plan.trace_path))
     blocks = plan.blocks // caches
     observer.started(name, requests)
-    with _segments(max_workers=plan.workers + 1) as (create, remove_all):
+    with segments(max_workers=plan.workers + 1) as (create, remove_all):
         scratch = create("scratch", max_blocks=_SCRATCH_BLOCKS, block_size=_SCRATCH_BLOCK_SIZE)
         names = [create(f"{name}-{i}", max_blocks=blocks, block_size=plan.block_size) for i in range(caches)]
         _warm_up(scratch, 0)
@@ -181,145 +155,34 @@ def replay_phase(plan: Plan, name: str, caches: int, observer: Observer) -> Phas
     return phase
 
 
-@contextmanager
-def _segments(max_workers: int) -> Iterator[tuple[Callable[..., str], Callable[[], None]]]:
-    """Give a function that creates a segment and returns its name, and one that removes all; the end does so, too."""
-    prefix = f"replay-{os.getpid()}-{secrets.token_hex(4)}"
-    names: list[str] = []
-
-    def create(suffix: str, *, max_blocks: int, block_size: int) -> str:
-        names.append(f"{prefix}-{suffix}")
-        RadixCache.create(
-            names[-1], max_blocks=max_blocks, block_size=block_size, max_workers=max_workers, max_namespaces=1
-        ).close()
-        return names[-1]
-
-    def remove_all() -> None:
-        for name in names:
-            _unlink(name)
-
-    try:
-        yield create, remove_all
-    finally:
-        with _stops_put_off():
-            remove_all()
-
-
-def _unlink(name: str) -> None:
-    with suppress(SegmentNotFound):
-        RadixCache.unlink(name)
-
-
 def _run(jobs: list[_Job], all_attached: Callable[[], None], observer: Observer) -> list[WorkerResult]:
     """Run one worker per job over the whole trace and return their results in the same order."""
-    with _stops_put_off():
-        next_request = _SPAWN.Value("q", 0)
-        shared_counts: Any = _SPAWN.RawArray(c_int64, len(jobs) * len(Counts._fields))
+    with stops_put_off():
+        next_request = SPAWN.Value("q", 0)
+        shared_counts: Any = SPAWN.RawArray(c_int64, len(jobs) * len(Counts._fields))
     counts = np.frombuffer(shared_counts, dtype=np.int64).reshape(len(jobs), -1)
 
     def show_progress() -> None:
         observer.progressed(Counts(*counts.sum(axis=0).tolist()))
 
-    with _crew(jobs, next_request, shared_counts) as members:
-        _one_message_from_each(members, lambda: None)
+    names = sorted({name for job in jobs for name in (job.segment, job.scratch)})
+    with crew(_serve_trace, jobs, names, next_request, shared_counts) as members:
+        one_message_from_each(members)
         all_attached()
         for member in members:
             with suppress(OSError):  # a worker that has died by now is found below
                 member.link.send("go")
-        results = _one_message_from_each(members, show_progress)
+        results = one_message_from_each(members, show_progress)
         for member in members:
-            member.process.join(_EXIT_SECONDS)
+            member.process.join(EXIT_SECONDS)
     return results
 
 
-@contextmanager
-def _crew(jobs: list[_Job], next_request: Synchronized[int], shared_counts: Any) -> Iterator[list[_Member]]:
-    """Start the workers; whatever happens, none is left at the end."""
-    members: list[_Member] = []
-    try:
-        with _stops_put_off():
-            for job in jobs:
-                ours, theirs = _SPAWN.Pipe()
-                process = _SPAWN.Process(target=_work, args=(job, theirs, next_request, shared_counts))
-                members.append(_Member(job.worker, process, ours))
-                process.start()
-                theirs.close()
-        yield members
-    finally:
-        with _stops_put_off():
-            for member in members:
-                member.link.close()
-                if member.process.pid is not None:
-                    member.process.kill()
-                    member.process.join()
-
-
-def _one_message_from_each(members: list[_Member], show_progress: Callable[[], None]) -> list[Any]:
-    """Wait for every worker's next message; raises ReplayError as soon as one has died or failed."""
-    messages: dict[int, Any] = {}
-    pending: dict[Any, _Member] = {member.link: member for member in members}
-    while pending:
-        for link in wait(list(pending), _POLL_SECONDS):
-            member = pending.pop(link)
-            try:
-                message = member.link.recv()
-            except (EOFError, OSError):
-                raise _death(member) from None
-            if isinstance(message, _Failure):
-                raise ReplayError(f"worker {member.worker} failed: {message.text}")
-            messages[member.worker] = message
-        show_progress()
-    return [messages[member.worker] for member in members]
-
-
-def _death(member: _Member) -> ReplayError:
-    """Return the error that says how a worker ended."""
-    member.process.join(_EXIT_SECONDS)
-    code = member.process.exitcode or 0
-    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-    return ReplayError(f"worker {member.worker} (pid {member.process.pid}) {how}; the replay was stopped")
-
-
-@contextmanager
-def _stops_put_off() -> Iterator[None]:
-    """Put the signals that ask to stop off until the end, so that nothing is left half-made or half-removed.
-
-    Processes started inside never see those of a terminal, which come to all of its processes.
-    """
-    caught: list[int] = []
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {signum: signal.signal(signum, lambda signum, _: caught.append(signum)) for signum in stops}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for stop, handler in handlers.items():
-            signal.signal(stop, handler)
-        for signum in caught[:1]:
-            signal.raise_signal(signum)
-
-
-def _work(job: _Job, link: Connection[Any, Any], next_request: Synchronized[int], shared_counts: Any) -> None:
-    """Be a worker process: send the result, or what went wrong, to the parent."""
-    counts = np.frombuffer(shared_counts, dtype=np.int64).reshape(job.plan.workers, -1)[job.worker]
-    message: WorkerResult | _Failure
-    try:
-        message = _serve_trace(job, link, next_request, counts)
-    except Exception as error:
-        message = _Failure(f"{type(error).__name__}: {error}")
-    with suppress(OSError):
-        link.send(message)
-    parent = parent_process()
-    if parent is not None and not parent.is_alive():
-        _unlink(job.segment)
-        _unlink(job.scratch)
-
-
 def _serve_trace(
-    job: _Job, link: Connection[Any, Any], next_request: Synchronized[int], counts: npt.NDArray[np.int64]
+    job: _Job, link: Connection[Any, Any], next_request: Synchronized[int], shared_counts: Any
 ) -> WorkerResult:
     """Get ready, wait until all workers are, and serve requests to the end of the trace."""
+    counts = np.frombuffer(shared_counts, dtype=np.int64).reshape(job.plan.workers, -1)[job.worker]
     trace = read_trace(job.plan.trace_path)
     if len(trace) != job.requests:
         raise TraceError(f"{job.plan.trace_path}: the file has changed since the replay began")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shmradix.handover import Handover
 from shmradix.replay import Counts, Phase, Plan, WorkerResult
 
 _PLAIN_LINE_SECONDS = 5.0
@@ -97,9 +99,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def print_json(plan: Plan, shared: Phase, private: Phase) -> None:
+def print_json(plan: Plan, shared: Phase, private: Phase, handover: Handover | None = None) -> None:
     """Print one JSON object on stdout; ratios are 0 to 1, latencies microseconds. Notes go to stderr."""
-    report = {
+    report: dict[str, Any] = {
         "trace": plan.trace_path,
         "workers": plan.workers,
         "blocks": plan.blocks,
@@ -107,12 +109,14 @@ def print_json(plan: Plan, shared: Phase, private: Phase) -> None:
         **_phase_numbers(shared),
         "private": _phase_numbers(private),
     }
+    if handover:
+        report["handover"] = asdict(handover)
     print(json.dumps(report, indent=2))
     for note in notes(plan, shared):
         print(note, file=sys.stderr)
 
 
-def print_table(plan: Plan, shared: Phase, private: Phase) -> None:
+def print_table(plan: Plan, shared: Phase, private: Phase, handover: Handover | None = None) -> None:
     """Print both phases, worker by worker and in total, on stdout, and what the difference is."""
     width = Console().width if sys.stdout.isatty() else _PLAIN_WIDTH
     print(f"{counted(plan.workers, 'worker')}, blocks of {counted(plan.block_size, 'token')}\n")
@@ -122,6 +126,8 @@ def print_table(plan: Plan, shared: Phase, private: Phase) -> None:
             # Rather wider than the terminal, which wraps it, than without some of its columns.
             Console(width=max(width, _width(table)), highlight=False).print(table, "")
     print("\n".join([comparison(shared, private), _times(shared, private), *notes(plan, shared)]))
+    if handover:
+        print(_handed_over(handover))
 
 
 def comparison(shared: Phase, private: Phase) -> str:
@@ -145,6 +151,17 @@ def notes(plan: Plan, shared: Phase) -> list[str]:
     if plan.workers == 1:
         lines.append("One worker has nobody to share with: give --workers 2 or more to see a difference.")
     return lines
+
+
+def _handed_over(handover: Handover) -> str:
+    """Return what the second worker found of what the first one wrote, and whether it was that."""
+    size = f"{handover.nbytes / 2**20:.0f} MiB"
+    same = "the same bytes" if handover.is_same else "OTHER BYTES"
+    return (
+        f"The bytes: one worker wrote the KV of {counted(handover.prompt_tokens, 'token')}, {size}, in "
+        f"{handover.write_seconds * 1e3:.1f} ms, and exited.\nAnother found {counted(handover.found_tokens, 'token')} "
+        f"by the prompt, and read {same} in {handover.read_seconds * 1e3:.1f} ms."
+    )
 
 
 def _times(shared: Phase, private: Phase) -> str:

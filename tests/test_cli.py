@@ -19,6 +19,7 @@ import pytest
 
 from shmradix import RadixCache
 from shmradix.cli import SAMPLE, main
+from shmradix.handover import Handover
 from shmradix.replay import CALLS, Counts, Phase, Plan, WorkerResult
 from shmradix.report import ProgressDisplay, print_json, print_table
 
@@ -96,6 +97,28 @@ def test_demo_explains_and_shows_that_sharing_pays(capsys: pytest.CaptureFixture
         r"\nMeasured: \S+ s shared, \S+ s private\.\nStarting the workers took \S+ s and \S+ s before", out
     )
     assert "mean little" not in out
+    assert re.search(r"\nThe bytes: one worker wrote the KV of 1,024 tokens, 8 MiB, in \S+ ms, and exited\.\n", out)
+    assert re.search(r"\nAnother found 1,024 tokens by the prompt, and read the same bytes in \S+ ms\.\n", out)
+
+
+def test_the_demos_json_says_what_was_handed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--workers", "1", "--json"]) == 0
+    handover = json.loads(capsys.readouterr().out)["handover"]
+    assert (handover["prompt_tokens"], handover["found_tokens"], handover["nbytes"]) == (1024, 1024, 8 << 20)
+    assert handover["is_same"] is True
+    assert min(handover["write_seconds"], handover["read_seconds"]) > 0
+
+
+def test_bytes_that_differ_are_a_failure(
+    trace_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shmradix.cli.SAMPLE", trace_path)
+    monkeypatch.setattr("shmradix.cli.hand_over", lambda: Handover(32, 16, 1 << 20, False, 0.1, 0.1))
+    assert main(["demo", "--workers", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert "Another found 16 tokens" in out
+    assert "OTHER BYTES" in out
+    assert "read other bytes than the first one wrote" in err
 
 
 def test_one_of_each_is_named_as_one(trace_path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +233,7 @@ def test_a_worker_s_death_ends_the_replay(
     assert main(["replay", long_trace_path, "--workers", "2", "--blocks", "5000"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "was killed by signal 9; the replay was stopped" in err
+    assert "was killed by signal 9; all were stopped" in err
 
 
 @pytest.mark.parametrize(("signum", "delay"), [(signal.SIGINT, 0.0), (signal.SIGINT, 2.0), (signal.SIGTERM, 1.0)])
