@@ -1,6 +1,6 @@
 """The KV of managed blocks: copied in by the worker that has them, copied out by any, with checksums if wished.
 
-Copies are one `memcpy` a block: from 64 KB on as fast as copying one area, and beside that no faster way was found.
+Copies are one `memcpy` a block: from 256 KiB on as fast as copying one area (tools/benchmark_bytes.py).
 """
 
 from collections.abc import Callable, Iterable
