@@ -1,7 +1,7 @@
-"""The command line: `shmradix replay` and `shmradix demo`.
+"""The command line: `shmradix replay`, `shmradix demo`, and the commands that look into a cache.
 
-Exit status: 0 done; 1 a worker died or failed; 2 bad arguments, a bad trace or a segment that can't be made;
-128 + the signal's number where one stopped it (130 for Ctrl-C).
+Exit status: 0 done; 1 a worker died or failed, or `verify` found something; 2 bad arguments, a bad trace, a cache that
+can't be read or a segment that can't be made; 128 + the signal's number where one stopped it (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shmradix import __version__
 from shmradix.crew import WorkerFailed
 from shmradix.errors import SharedMemoryFull, ShmradixError
 from shmradix.handover import Handover, hand_over
+from shmradix.inspect.commands import LOOKS
 from shmradix.layout import LIMITS
 from shmradix.replay import MAX_WORKERS, Plan, replay
 from shmradix.trace import TraceError
@@ -31,6 +32,7 @@ _EXAMPLES = """\
 examples:
   shmradix demo
   shmradix replay conversation_trace.jsonl --workers 4 --blocks 30000
+  shmradix ls
 """
 _REPLAY = """\
 Replay a trace of LLM requests with several worker processes, which look up and store their prompts in one
@@ -72,14 +74,14 @@ _TEXT_WIDTH = 79
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; bad arguments exit through argparse."""
     args = _parser().parse_args(argv)
-    if args.blocks < args.workers:
+    if hasattr(args, "blocks") and args.blocks < args.workers:
         args.usage_error(f"--blocks {args.blocks} is less than one block for each of --workers {args.workers}")
-    run: Callable[[argparse.Namespace], None] = args.run
+    run: Callable[[argparse.Namespace], int | None] = args.run
     try:
         with _stopped_by_signals():
-            run(args)
+            status = run(args)
             sys.stdout.flush()
-        return 0
+        return status or 0
     except KeyboardInterrupt:
         return _complain("interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:
@@ -96,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmradix",
-        description="Measures what it is worth that LLM serving processes share one prefix cache.",
+        description="Looks into prefix caches that LLM serving processes share, and measures what sharing is worth.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -109,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", "replay a packaged sample and explain it", _DEMO, _DEMO_EXAMPLES)
     _add_sizes(demo, workers=4, blocks=8000)
     demo.set_defaults(run=_run_demo)
+    for name, look in LOOKS.items():
+        looking = _command(commands, name, look.summary, look.description, look.examples)
+        for argument in look.arguments:
+            looking.add_argument(argument, metavar=argument.upper())
+        looking.add_argument("--json", action="store_true", help="print JSON: exact bytes, unix times, counts")
+        looking.set_defaults(run=look.run)
     return parser
 
 

@@ -194,12 +194,30 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
     if status.st_nlink > 1 and not _is_still(_temporary_path_of(name), fd) and os.fstat(fd).st_nlink > 1:
         # Not the temporary name of a creator that is just about to be done.
         raise SegmentForeign(f"{path} has {status.st_nlink} hard links: remove the others, or use another name")
-    image = os.pread(fd, layout.HEADER.itemsize, 0)
+    header = header_of(path, os.pread(fd, layout.HEADER.itemsize, 0))
+    if header["boot_id"].tobytes() != boot_id().tobytes():
+        raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
+    geometry = geometry_of(name, header)
+    if geometry.file_size != header["size"] or geometry.file_size != status.st_size:
+        raise SegmentForeign(
+            f"segment {name!r} has {status.st_size:,} bytes, its header says {int(header['size']):,}, "
+            f"its geometry needs {geometry.file_size:,}: it was cut short or damaged; unlink it"
+        )
+    return geometry
+
+
+def header_of(path: Path, image: bytes) -> Any:
+    """The header record at the start of a file. Raises SegmentForeign where it is none of shmradix's."""
     if len(image) < layout.HEADER.itemsize:
-        raise SegmentForeign(f"{path} has {status.st_size} bytes, less than a header: remove it, or use another name")
+        raise SegmentForeign(f"{path} has {len(image)} bytes, less than a header: remove it, or use another name")
     header = np.frombuffer(image, layout.HEADER)[0]
     if header["magic"] != layout.MAGIC:
         raise SegmentForeign(f"{path} does not start with shmradix's magic: remove it, or use another name")
+    return header
+
+
+def geometry_of(name: str, header: Any) -> Geometry:
+    """The sizes that a header says. Raises LayoutMismatch where the layout is another one, CorruptSegment."""
     expected = {
         "byte_order": layout.BYTE_ORDER,
         "version": layout.VERSION,
@@ -211,8 +229,6 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
                 f"segment {name!r} has {field} {int(header[field]):#x}, this shmradix has {value:#x}: "
                 "use one shmradix version for all workers, or unlink the segment"
             )
-    if header["boot_id"].tobytes() != boot_id().tobytes():
-        raise LayoutMismatch(f"segment {name!r} is from before the last boot: unlink it")
     try:
         sizes = {field: int(header[field]) for field in layout.LIMITS}
         shape = header["block_shape"].tolist()
@@ -233,11 +249,6 @@ def _checked_geometry(name: str, path: Path, fd: int) -> Geometry:
         raise CorruptSegment(
             f"segment {name!r} has blocks of {geometry.block_nbytes:,} bytes, shape {geometry.block_shape} and dtype "
             f"{geometry.block_dtype!r}, which do not go together: it was damaged; unlink it"
-        )
-    if geometry.file_size != header["size"] or geometry.file_size != status.st_size:
-        raise SegmentForeign(
-            f"segment {name!r} has {status.st_size:,} bytes, its header says {int(header['size']):,}, "
-            f"its geometry needs {geometry.file_size:,}: it was cut short or damaged; unlink it"
         )
     return geometry
 

@@ -1,0 +1,226 @@
+"""The commands that look into a cache: `ls`, `stat`, `workers`, `verify`, `dump`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from shmradix import inspect
+from shmradix.errors import SegmentNotFound, ShmradixError
+from shmradix.layout import GUARDS
+from shmradix.segment import names, path_of
+
+_WIDTH = 200  # of a table that goes to a file or a pipe
+
+
+class Look(NamedTuple):
+    """A command: what it says of itself, the arguments that it takes, what it does (its exit status)."""
+
+    summary: str
+    description: str
+    examples: str
+    arguments: tuple[str, ...]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _open(cache: str) -> inspect.Reading:
+    """The cache of this name, or in this file; where there is none, the error names the nearest."""
+    try:
+        return inspect.open(cache)
+    except SegmentNotFound as error:
+        near = difflib.get_close_matches(cache, names(), 1)
+        raise SegmentNotFound(f"{error}" + (f": did you mean {near[0]!r}?" if near else "; try shmradix ls")) from None
+
+
+def _summary(reading: inspect.Reading) -> dict[str, Any]:
+    """What `stat` says, exact."""
+    state, geometry, counters = reading.views.state[0], reading.geometry, reading.counters
+    workers = reading.workers
+    is_known = reading.alive is not None
+    alive = sum(worker.alive is True for worker in workers)
+    return {
+        "name": reading.name,
+        "created": reading.created,
+        "file_bytes": geometry.file_size,
+        "index_bytes": geometry.size,
+        "block_size": geometry.block_size,
+        "max_blocks": geometry.max_blocks,
+        "num_blocks": geometry.num_blocks,
+        "blocks_live": int(state["live_blocks"]),
+        "blocks_private": int(state["private_blocks"]),
+        "namespaces": int(state["live_namespaces"]),
+        "max_namespaces": geometry.max_namespaces,
+        "leases": int(state["live_leases"]),
+        "max_leases": geometry.max_leases,
+        "snapshots": int((reading.views.snapshots["born"][1:] != 0).sum()),
+        "max_snapshots": geometry.max_snapshots,
+        "claims": int((reading.views.claims["born"][1:] != 0).sum()),
+        "max_claims": geometry.max_claims,
+        "workers_alive": alive if is_known else None,
+        "workers_dead": len(workers) - alive if is_known else None,
+        "max_workers": geometry.max_workers,
+        "hit_ratio": counters["hit_tokens"] / counters["lookup_tokens"] if counters["lookup_tokens"] else None,
+        "guards_held_by": dict(zip(GUARDS, reading.held_by)),
+        "counters": counters,
+    }
+
+
+def _ls(args: argparse.Namespace) -> int:
+    """One that can't be read is listed with the reason."""
+    rows = []
+    for name in names():
+        try:
+            rows.append({**_summary(inspect.open(name, patience=1.0)), "problem": None})
+        except (ShmradixError, OSError) as error:
+            size = path_of(name).stat().st_size if path_of(name).exists() else 0
+            rows.append({"name": name, "file_bytes": size, "problem": str(error)})
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = _table("cache", "size", "age", "alive", "dead", "blocks", "full", "tokens hit", "")
+    for row in rows:
+        if row["problem"]:
+            table.add_row(row["name"], decimal(row["file_bytes"]), *[""] * 6, row["problem"])
+            continue
+        full = row["blocks_live"] / row["max_blocks"]
+        table.add_row(
+            row["name"], decimal(row["file_bytes"]), age(row["created"]), str(row["workers_alive"]),
+            str(row["workers_dead"]), f"{row['blocks_live']:,}", f"{full:.1%}", ratio(row["hit_ratio"]),
+            "" if row["workers_alive"] else "nobody uses it",
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
+def _stat(args: argparse.Namespace) -> int:
+    summary = _summary(_open(args.cache))
+    if args.json:
+        print(json.dumps(summary, indent=2))
+        return 0
+    counters, guards = summary.pop("counters"), summary.pop("guards_held_by")
+    table = _table("", "")
+    shown: dict[str, Callable[[Any], str]] = {
+        "created": age, "file_bytes": decimal, "index_bytes": decimal, "hit_ratio": ratio,
+    }  # fmt: skip
+    for key, value in summary.items():
+        show = shown.get(key, _plain)
+        table.add_row(key.replace("_", " "), show(value) + (" ago" if key == "created" else ""))
+    for guard, slot in guards.items():
+        table.add_row(f"{guard} guard", "free" if slot is None else f"held by slot {slot}, whose worker is dead")
+    table.add_section()
+    for key, value in counters.items():
+        table.add_row(key.replace("_", " "), f"{value:,}")
+    _show(table)
+    return 0
+
+
+def _workers(args: argparse.Namespace) -> int:
+    workers = _open(args.cache).workers
+    if args.json:
+        print(json.dumps([asdict(worker) for worker in workers], indent=2))
+        return 0
+    table = _table("slot", "pid", "state", "since", "leases", "private blocks", "lookups", "tokens hit")
+    for worker in workers:
+        state = {True: "alive", False: "DEAD", None: "unknown"}[worker.alive]
+        looked_up = worker.counters["lookup_tokens"]
+        table.add_row(
+            str(worker.slot), str(worker.pid), state, age(worker.attached), f"{worker.leases:,}",
+            f"{worker.private_blocks:,}", f"{worker.counters['lookups']:,}",
+            ratio(worker.counters["hit_tokens"] / looked_up if looked_up else None),
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Exit status 1 where an invariant does not hold."""
+    found = _open(args.cache).verify()
+    if args.json:
+        print(json.dumps([violation._asdict() for violation in found], indent=2))
+    else:
+        for violation in found:
+            print(f"invariant {violation.number} ({violation.name}): {violation.detail}")
+        if not found:
+            print("sound: every invariant holds")
+    return 1 if found else 0
+
+
+def _dump(args: argparse.Namespace) -> int:
+    reading = _open(args.cache)
+    inspect.dump(reading, args.file)
+    if args.json:
+        print(json.dumps({"name": reading.name, "file": args.file, "bytes": len(reading.image)}, indent=2))
+    else:
+        print(f"{decimal(len(reading.image))}: the index of {reading.name}, token ids of its prompts and all")
+    return 0
+
+
+LOOKS = {
+    "ls": Look(
+        "list the caches on this host", "List the caches on this host; those that can't be read with the reason.",
+        "examples:\n  shmradix ls\n", (), _ls,
+    ),
+    "stat": Look(
+        "sizes, fill and counters of a cache",
+        "Sizes, fill and counters of a cache. CACHE is a name, or a file that dump made.",
+        "examples:\n  shmradix stat llm --json\n", ("cache",), _stat,
+    ),
+    "workers": Look(
+        "who uses a cache",
+        "The processes that use a cache, what they hold and how much they found; dead ones until somebody reaps them.",
+        "examples:\n  shmradix workers llm\n", ("cache",), _workers,
+    ),
+    "verify": Look(
+        "check whether a cache is sound",
+        "Check every invariant of the layout on a copy, which takes no lock and stops nobody. Exit status 1 where one "
+        "does not hold.",
+        "examples:\n  shmradix verify llm\n", ("cache",), _verify,
+    ),
+    "dump": Look(
+        "copy a cache's index to a file",
+        "Copy the index of a cache, with the token ids of its prompts and without KV bytes, to a new file, which the "
+        "other commands take in place of a name.",
+        "examples:\n  shmradix dump llm llm.shmradix && shmradix stat ./llm.shmradix\n", ("cache", "file"), _dump,
+    ),
+}  # fmt: skip
+
+
+def age(since: float) -> str:
+    """How long ago a unix time was, in one unit: "3 min"."""
+    seconds = max(0.0, time.time() - since)
+    for limit, step, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / step:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def ratio(value: float | None) -> str:
+    """A share in percent, "-" where there is none."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _plain(value: object) -> str:
+    return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, show_header=any(columns), pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    return table
+
+
+def _show(table: Table) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(table)
