@@ -115,8 +115,9 @@ def _parser() -> argparse.ArgumentParser:
         looking = _command(commands, name, look.summary, look.description, look.examples)
         for argument in look.arguments:
             looking.add_argument(argument, metavar=argument.upper())
+        look.add_options(looking)
         looking.add_argument("--json", action="store_true", help="print JSON: exact bytes, unix times, counts")
-        looking.set_defaults(run=look.run)
+        looking.set_defaults(run=look.run, usage_error=looking.error)
     return parser
 
 

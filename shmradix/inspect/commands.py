@@ -1,13 +1,17 @@
-"""The commands that look into a cache: `ls`, `stat`, `workers`, `verify`, `dump`."""
+"""The commands that look into a cache; each prints a table, or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
+import os
+import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -19,6 +23,7 @@ from shmradix.errors import SegmentNotFound, ShmradixError
 from shmradix.layout import GUARDS
 from shmradix.segment import names, path_of
 
+STATES = {True: "alive", False: "DEAD", None: "unknown"}
 _WIDTH = 200  # of a table that goes to a file or a pipe
 
 
@@ -30,6 +35,7 @@ class Look(NamedTuple):
     examples: str
     arguments: tuple[str, ...]
     run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
 
 
 def _open(cache: str) -> inspect.Reading:
@@ -130,15 +136,84 @@ def _workers(args: argparse.Namespace) -> int:
         return 0
     table = _table("slot", "pid", "state", "since", "leases", "private blocks", "lookups", "tokens hit")
     for worker in workers:
-        state = {True: "alive", False: "DEAD", None: "unknown"}[worker.alive]
         looked_up = worker.counters["lookup_tokens"]
         table.add_row(
-            str(worker.slot), str(worker.pid), state, age(worker.attached), f"{worker.leases:,}",
+            str(worker.slot), str(worker.pid), STATES[worker.alive], age(worker.attached), f"{worker.leases:,}",
             f"{worker.private_blocks:,}", f"{worker.counters['lookups']:,}",
             ratio(worker.counters["hit_tokens"] / looked_up if looked_up else None),
         )  # fmt: skip
     _show(table)
     return 0
+
+
+def _leases(args: argparse.Namespace) -> int:
+    leases = _open(args.cache).leases
+    if args.older_than:
+        leases = [lease for lease in leases if lease.seconds is None or lease.seconds > args.older_than]
+    if args.json:
+        print(json.dumps([asdict(lease) for lease in leases], indent=2))
+        return 0
+    table = _table("slot", "pid", "worker", "held for", "blocks", "and tokens")
+    for lease in leases:
+        table.add_row(
+            str(lease.slot), str(lease.pid), STATES[lease.alive],
+            "unknown" if lease.seconds is None else span(lease.seconds), f"{lease.depth:,}", str(lease.partial_tokens),
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
+def _tree(args: argparse.Namespace) -> int:
+    """In JSON with all tokens and blocks; in the table without, and no deeper than asked for."""
+    reading = _open(args.cache)
+    runs = [
+        run
+        for run in inspect.runs(reading)
+        if (args.depth is None or run.level < args.depth)
+        and (args.adapter is None or run.adapter_id == args.adapter)
+        and run.leases >= args.min_refs
+    ]
+    if args.json:
+        print(json.dumps([asdict(run) for run in runs], indent=2))
+        return 0
+    table = _table("tokens", "at depth", "blocks", "leases", "idle", "adapter", "salt")
+    for run in runs:
+        first = " ".join(map(str, run.tokens[:6])) + (" ..." if len(run.tokens) > 6 else "")
+        table.add_row(
+            "  " * run.level + first, f"{run.depth:,}", f"{len(run.block_ids):,}", f"{run.leases:,}", f"{run.idle:,}",
+            str(run.adapter_id), "yes" if run.is_salted else "",
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    reading = _open(args.cache)
+    try:
+        found = inspect.explain(reading, _token_ids(args.tokens), args.adapter or 0, args.salt)
+    except (TypeError, ValueError) as error:
+        args.usage_error(str(error))
+    if args.json:
+        print(json.dumps(asdict(found), indent=2))
+        return 0
+    blocks = " ".join(map(str, found.block_ids)) or "none"
+    print(f"{found.matched_tokens:,} of {found.prompt_tokens:,} tokens are cached, blocks: {blocks}")
+    print(f"It ends there because {found.reason}.")
+    for other in found.others:
+        salt = " with a salt" if other.is_salted else ""
+        print(f"Adapter {other.adapter_id}{salt} has {other.matched_tokens:,} tokens of it.")
+    return 0
+
+
+def _token_ids(text: str) -> list[int]:
+    """Token ids, from the text itself, from the file of that name, or, for "-", from stdin; any JSON list will do."""
+    try:
+        said = sys.stdin.read() if text == "-" else Path(text).read_text() if os.path.isfile(text) else text
+        return [int(number) for number in re.split(r"[\s,\[\]]+", said) if number]
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{text!r} holds no token ids: expected whole numbers with blanks or commas between"
+        ) from error
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -164,6 +239,25 @@ def _dump(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_lease_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--older-than", metavar="SECONDS", type=float, default=0.0, help="only those held for longer")
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="ID", type=int, help="of this adapter")
+
+
+def _add_tree_options(parser: argparse.ArgumentParser) -> None:
+    _add_adapter(parser)
+    parser.add_argument("--depth", metavar="N", type=int, help="no more than N branches deep")
+    parser.add_argument("--min-refs", metavar="N", type=int, default=0, help="only what N leases or more pin")
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    _add_adapter(parser)
+    parser.add_argument("--salt", metavar="TEXT", type=os.fsencode, help="with this salt")
+
+
 LOOKS = {
     "ls": Look(
         "list the caches on this host", "List the caches on this host; those that can't be read with the reason.",
@@ -178,6 +272,23 @@ LOOKS = {
         "who uses a cache",
         "The processes that use a cache, what they hold and how much they found; dead ones until somebody reaps them.",
         "examples:\n  shmradix workers llm\n", ("cache",), _workers,
+    ),
+    "leases": Look(
+        "who keeps which prompts", "The leases, the oldest first; those of dead workers until somebody reaps them.",
+        "examples:\n  shmradix leases llm --older-than 60\n", ("cache",), _leases, _add_lease_options,
+    ),
+    "tree": Look(
+        "the prompts in a cache",
+        "The tree, a line for each run of blocks without a branch: its first tokens, its depth in blocks, its blocks, "
+        "the leases that pin it, and how many uses and births in the cache ago it was last used.",
+        "examples:\n  shmradix tree llm --depth 2\n", ("cache",), _tree, _add_tree_options,
+    ),
+    "explain": Look(
+        "why a prompt is cached so far and no further",
+        "Walk a prompt, token ids, a file of them or - for stdin, and say where the match ends and why. Block keys "
+        "are taken as none.",
+        "examples:\n  shmradix explain llm 1,2,3,4\n  shmradix explain llm prompt.txt --adapter 7\n",
+        ("cache", "tokens"), _explain, _add_explain_options,
     ),
     "verify": Look(
         "check whether a cache is sound",
@@ -196,7 +307,11 @@ LOOKS = {
 
 def age(since: float) -> str:
     """How long ago a unix time was, in one unit: "3 min"."""
-    seconds = max(0.0, time.time() - since)
+    return span(max(0.0, time.time() - since))
+
+
+def span(seconds: float) -> str:
+    """A time in one unit."""
     for limit, step, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / step:.0f} {unit}"

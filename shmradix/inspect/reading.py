@@ -47,12 +47,27 @@ class Worker:
     counters: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Lease:
+    """What keeps the first `depth` blocks of a prompt: whose it is, and for how many seconds it had been held."""
+
+    slot: int
+    pid: int
+    alive: bool | None
+    depth: int
+    partial_tokens: int
+    """Of the next block, which it keeps, too, where this is not 0."""
+    seconds: float | None
+    """None of a copy in a file, which does not say when it was made."""
+
+
 class Reading:
     """A consistent copy of a cache's index, with the arrays of `layout.Views`, and who was alive at that time."""
 
     def __init__(self, name: str, image: np.ndarray, geometry: Geometry, alive: list[bool] | None) -> None:
         self.name, self.image, self.geometry = name, image, geometry
         self.views: Views = geometry.views(image)
+        self.taken_ns = time.monotonic_ns()
         self.alive = alive
         """Of each slot whether a process has it; None where nobody can tell."""
 
@@ -79,6 +94,22 @@ class Reading:
                     counters,
                 )
             )  # fmt: skip
+        return found
+
+    @property
+    def leases(self) -> list[Lease]:
+        """All leases, the oldest first."""
+        views = self.views
+        records = views.leases[1:][views.leases["born"][1:] != 0]
+        found = []
+        for record in records[np.argsort(records["taken_ns"], kind="stable")]:
+            slot = int(record["worker"]) - 1
+            worker = views.workers[slot] if 0 <= slot < len(views.workers) else None
+            is_its = worker is not None and worker["generation"] == record["generation"]
+            alive = None if self.alive is None else is_its and self.alive[slot]
+            pid = int(worker["pid"]) if worker is not None and is_its else 0
+            age = None if self.alive is None else (self.taken_ns - int(record["taken_ns"])) / 1e9
+            found.append(Lease(slot, pid, alive, int(record["depth"]), int(record["partial_tokens"]), age))
         return found
 
     @property
