@@ -21,6 +21,7 @@ from shmradix import __version__
 from shmradix.crew import WorkerFailed
 from shmradix.errors import SharedMemoryFull, ShmradixError
 from shmradix.handover import Handover, hand_over
+from shmradix.inspect.changes import CHANGES
 from shmradix.inspect.commands import LOOKS
 from shmradix.layout import LIMITS
 from shmradix.replay import MAX_WORKERS, Plan, replay
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", "replay a packaged sample and explain it", _DEMO, _DEMO_EXAMPLES)
     _add_sizes(demo, workers=4, blocks=8000)
     demo.set_defaults(run=_run_demo)
-    for name, look in LOOKS.items():
+    for name, look in (LOOKS | CHANGES).items():
         looking = _command(commands, name, look.summary, look.description, look.examples)
         for argument in look.arguments:
             looking.add_argument(argument, metavar=argument.upper())

@@ -38,13 +38,18 @@ class Look(NamedTuple):
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
 
 
-def _open(cache: str) -> inspect.Reading:
+def open_cache(cache: str) -> inspect.Reading:
     """The cache of this name, or in this file; where there is none, the error names the nearest."""
     try:
         return inspect.open(cache)
     except SegmentNotFound as error:
-        near = difflib.get_close_matches(cache, names(), 1)
-        raise SegmentNotFound(f"{error}" + (f": did you mean {near[0]!r}?" if near else "; try shmradix ls")) from None
+        raise SegmentNotFound(f"{error}" + nearest(cache)) from None
+
+
+def nearest(name: str) -> str:
+    """The end of an error that says that there is no such cache."""
+    near = difflib.get_close_matches(name, names(), 1)
+    return f": did you mean {near[0]!r}?" if near else "; try shmradix ls"
 
 
 def _summary(reading: inspect.Reading) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _stat(args: argparse.Namespace) -> int:
-    summary = _summary(_open(args.cache))
+    summary = _summary(open_cache(args.cache))
     if args.json:
         print(json.dumps(summary, indent=2))
         return 0
@@ -130,7 +135,7 @@ def _stat(args: argparse.Namespace) -> int:
 
 
 def _workers(args: argparse.Namespace) -> int:
-    workers = _open(args.cache).workers
+    workers = open_cache(args.cache).workers
     if args.json:
         print(json.dumps([asdict(worker) for worker in workers], indent=2))
         return 0
@@ -147,7 +152,7 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _leases(args: argparse.Namespace) -> int:
-    leases = _open(args.cache).leases
+    leases = open_cache(args.cache).leases
     if args.older_than:
         leases = [lease for lease in leases if lease.seconds is None or lease.seconds > args.older_than]
     if args.json:
@@ -165,7 +170,7 @@ def _leases(args: argparse.Namespace) -> int:
 
 def _tree(args: argparse.Namespace) -> int:
     """In JSON with all tokens and blocks; in the table without, and no deeper than asked for."""
-    reading = _open(args.cache)
+    reading = open_cache(args.cache)
     runs = [
         run
         for run in inspect.runs(reading)
@@ -188,7 +193,7 @@ def _tree(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    reading = _open(args.cache)
+    reading = open_cache(args.cache)
     try:
         found = inspect.explain(reading, _token_ids(args.tokens), args.adapter or 0, args.salt)
     except (TypeError, ValueError) as error:
@@ -218,7 +223,7 @@ def _token_ids(text: str) -> list[int]:
 
 def _verify(args: argparse.Namespace) -> int:
     """Exit status 1 where an invariant does not hold."""
-    found = _open(args.cache).verify()
+    found = open_cache(args.cache).verify()
     if args.json:
         print(json.dumps([violation._asdict() for violation in found], indent=2))
     else:
@@ -230,7 +235,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _dump(args: argparse.Namespace) -> int:
-    reading = _open(args.cache)
+    reading = open_cache(args.cache)
     inspect.dump(reading, args.file)
     if args.json:
         print(json.dumps({"name": reading.name, "file": args.file, "bytes": len(reading.image)}, indent=2))

@@ -20,7 +20,7 @@ import numpy as np
 
 from shmradix import locks, verify
 from shmradix.errors import AccessDenied, CorruptSegment, SegmentForeign, SegmentNotFound, ShmradixError
-from shmradix.layout import COUNTERS, HEADER, Geometry, Views
+from shmradix.layout import COUNTERS, HEADER, LIMITS, Geometry, Views
 from shmradix.segment import boot_id, geometry_of, header_of, names, path_of
 from shmradix.verify import Violation
 
@@ -133,14 +133,7 @@ class _Source:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
-        try:
-            self._file = io.FileIO(path, opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK))
-        except FileNotFoundError:
-            raise SegmentNotFound(f"no cache {name!r}, and no such file") from None
-        except IsADirectoryError:
-            raise SegmentForeign(f"{path} is a directory: expected a cache, or a copy of one") from None
-        except PermissionError:
-            raise AccessDenied(f"{path} is of user {path.stat().st_uid}: run as that user") from None
+        self._file = _open_file(name, path)
         try:
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -189,9 +182,9 @@ class _Source:
         return [word & ~PARKED for word in self._views.guards["owner"].tolist()]
 
     def _alive(self) -> list[bool]:
-        """Of each slot whether a process has its byte locked."""
-        slots = range(self.geometry.max_workers)
-        return [locks.is_locked_by_others(self._file, locks.FIRST_WORKER_BYTE + slot) for slot in slots]
+        """Of each slot whether a process has it."""
+        living = _living_slots(self._file, self.geometry.max_workers)
+        return [slot in living for slot in range(self.geometry.max_workers)]
 
     def _is_held(self, owners: list[int], alive: list[bool] | None) -> bool:
         """Whether somebody who can still change something has a guard."""
@@ -200,6 +193,29 @@ class _Source:
         return alive is not None and any(
             slot < len(alive) and alive[slot] and generations[slot] == generation for slot, generation in holders
         )
+
+
+def _living_slots(file: io.FileIO, count: int) -> set[int]:
+    """Those of the first `count` slots whose byte a process has locked."""
+    return {slot for slot in range(count) if locks.is_locked_by_others(file, locks.FIRST_WORKER_BYTE + slot)}
+
+
+def living_slots(name: str) -> set[int]:
+    """The slots of a cache that a process has, whatever its layout. Raises SegmentNotFound, AccessDenied."""
+    with _open_file(name, path_of(name)) as file:
+        return _living_slots(file, LIMITS["max_workers"][1])
+
+
+def _open_file(name: str, path: Path) -> io.FileIO:
+    """Read-only, and without waiting for the writer of a pipe."""
+    try:
+        return io.FileIO(path, opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK))
+    except FileNotFoundError:
+        raise SegmentNotFound(f"no cache {name!r}, and no such file") from None
+    except IsADirectoryError:
+        raise SegmentForeign(f"{path} is a directory: expected a cache, or a copy of one") from None
+    except PermissionError:
+        raise AccessDenied(f"{path} is of user {path.stat().st_uid}: run as that user") from None
 
 
 def open(cache: str | Path, patience: float = PATIENCE) -> Reading:
