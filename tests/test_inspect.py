@@ -126,6 +126,50 @@ def test_a_guard_that_a_dead_worker_holds_is_no_obstacle(cache: RadixCache, guar
         assert inspect.open(cache.name, patience=0.2).held_by == [other, None]
 
 
+def test_who_has_a_guard_is_told_whether_alive_or_dead(
+    cache: RadixCache, guard_word: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, snapshots = inspect.guards(cache.name)
+    assert (tree.name, tree.slot, tree.pid, tree.alive, tree.seconds, tree.recoveries) == ("tree", *[None] * 4, 0)
+    assert (snapshots.name, snapshots.is_waited_for) == ("snapshots", False)
+    with Actor() as actor:
+        actor.do(attach, cache.name)
+        (slot,) = [worker.slot for worker in inspect.open(cache.name).workers if worker.pid == actor.pid]
+        generation = int(cache._segment.views.workers["generation"][slot])
+        guard_word[0] = 1 << 62 | generation << 16 | slot + 1
+        cache._segment.views.guards["acquired_ns"][0] = time.monotonic_ns() - 10**9
+        tree = inspect.guards(cache.name)[0]
+        assert (tree.slot, tree.pid, tree.alive, tree.is_waited_for) == (slot, actor.pid, True, True)
+        assert tree.seconds is not None
+        assert tree.seconds >= 1
+        actor.kill()
+    assert inspect.guards(cache.name)[0].alive is False
+    assert read(capsys, "guards", cache.name)[0]["slot"] == slot
+    assert main(["guards", cache.name]) == 0
+    assert "DEAD" in capsys.readouterr().out
+
+
+def test_snapshots_are_listed_with_what_they_are(
+    cache_factory: CacheFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = cache_factory(max_blocks=16, block_size=4, max_snapshots=8)
+    cache.insert(range(16), [1, 2, 3, 4])
+    cache.insert_intermediate_snapshot(range(8), 5)
+    cache.insert_tail_snapshot(range(16), 6, 77)
+    match = cache.lookup(range(16), session=77, max_snapshot_tokens=16)
+    assert match.snapshot_slot == 6
+    middle, tail = inspect.open(cache.name).snapshots
+    assert (middle.tokens, middle.session, middle.slot, middle.tier_key, middle.pins) == (8, 0, 5, None, 0)
+    assert "tail" not in middle.flags
+    assert (tail.tokens, tail.session, tail.slot, tail.pins, tail.is_cleared) == (16, 77, 6, 1, False)
+    assert "tail" in tail.flags
+    assert tail.idle <= middle.idle
+    inspect.dump(inspect.open(cache.name), tmp_path / "copy")
+    assert read(capsys, "snapshots", str(tmp_path / "copy"))[1]["session"] == 77
+    assert main(["snapshots", cache.name]) == 0
+    assert "tail" in capsys.readouterr().out
+
+
 def churn(state: SimpleNamespace, seconds: float) -> int:
     """Look up, insert and evict without a pause."""
     random, rounds, deadline = np.random.default_rng(os.getpid()), 0, time.monotonic() + seconds

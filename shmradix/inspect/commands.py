@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -25,6 +25,9 @@ from shmradix.segment import names, path_of
 
 STATES = {True: "alive", False: "DEAD", None: "unknown"}
 _WIDTH = 200  # of a table that goes to a file or a pipe
+
+
+T = TypeVar("T")
 
 
 class Look(NamedTuple):
@@ -40,8 +43,12 @@ class Look(NamedTuple):
 
 def open_cache(cache: str) -> inspect.Reading:
     """The cache of this name, or in this file; where there is none, the error names the nearest."""
+    return _found(inspect.open, cache)
+
+
+def _found(look: Callable[[str], T], cache: str) -> T:
     try:
-        return inspect.open(cache)
+        return look(cache)
     except SegmentNotFound as error:
         raise SegmentNotFound(f"{error}" + nearest(cache)) from None
 
@@ -168,6 +175,40 @@ def _leases(args: argparse.Namespace) -> int:
     return 0
 
 
+def _snapshots(args: argparse.Namespace) -> int:
+    snapshots = open_cache(args.cache).snapshots
+    if args.json:
+        print(json.dumps([asdict(snapshot) for snapshot in snapshots], indent=2))
+        return 0
+    table = _table("tokens", "session", "adapter", "slot", "tier key", "pins", "idle", "what")
+    for snapshot in snapshots:
+        what = [*snapshot.flags, *(["cleared"] if snapshot.is_cleared else [])]
+        table.add_row(
+            f"{snapshot.tokens:,}", str(snapshot.session or ""), str(snapshot.adapter_id),
+            "" if snapshot.slot is None else str(snapshot.slot), str(snapshot.tier_key or ""), str(snapshot.pins),
+            f"{snapshot.idle:,}", " ".join(what),
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
+def _guards(args: argparse.Namespace) -> int:
+    guards = _found(inspect.guards, args.cache)
+    if args.json:
+        print(json.dumps([asdict(guard) for guard in guards], indent=2))
+        return 0
+    table = _table("guard", "held by", "pid", "worker", "for", "waited for", "recoveries")
+    for guard in guards:
+        is_free = guard.slot is None
+        table.add_row(
+            guard.name, "nobody" if is_free else f"slot {guard.slot}", str(guard.pid or ""),
+            "" if is_free else STATES[guard.alive], "" if guard.seconds is None else f"{guard.seconds * 1e3:,.1f} ms",
+            "yes" if guard.is_waited_for else "no", f"{guard.recoveries:,}",
+        )  # fmt: skip
+    _show(table)
+    return 0
+
+
 def _tree(args: argparse.Namespace) -> int:
     """In JSON with all tokens and blocks; in the table without, and no deeper than asked for."""
     reading = open_cache(args.cache)
@@ -281,6 +322,15 @@ LOOKS = {
     "leases": Look(
         "who keeps which prompts", "The leases, the oldest first; those of dead workers until somebody reaps them.",
         "examples:\n  shmradix leases llm --older-than 60\n", ("cache",), _leases, _add_lease_options,
+    ),
+    "snapshots": Look(
+        "the saved states in a cache", "The snapshots, the oldest first: see docs/snapshots.md for what they are.",
+        "examples:\n  shmradix snapshots llm\n", ("cache",), _snapshots,
+    ),
+    "guards": Look(
+        "who has the guards at this moment",
+        "Who has the guards at this moment, for how long, and how often one was taken from a worker that had died.",
+        "examples:\n  shmradix guards llm\n", ("cache",), _guards,
     ),
     "tree": Look(
         "the prompts in a cache",

@@ -20,7 +20,8 @@ import numpy as np
 
 from shmradix import locks, verify
 from shmradix.errors import AccessDenied, CorruptSegment, SegmentForeign, SegmentNotFound, ShmradixError
-from shmradix.layout import COUNTERS, HEADER, LIMITS, Geometry, Views
+from shmradix.inspect.snapshots import Snapshot, snapshots
+from shmradix.layout import COUNTERS, GUARDS, HEADER, LIMITS, Geometry, Views
 from shmradix.segment import boot_id, geometry_of, header_of, names, path_of
 from shmradix.verify import Violation
 
@@ -59,6 +60,21 @@ class Lease:
     """Of the next block, which it keeps, too, where this is not 0."""
     seconds: float | None
     """None of a copy in a file, which does not say when it was made."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A guard at one moment: who has it, whether others sleep until he gives it back, since when, how often it was
+    taken from the dead."""
+
+    name: str
+    slot: int | None
+    pid: int | None
+    alive: bool | None
+    is_waited_for: bool
+    seconds: float | None
+    """None where nobody has it, or the cache is a file."""
+    recoveries: int
 
 
 class Reading:
@@ -111,6 +127,11 @@ class Reading:
             age = None if self.alive is None else (self.taken_ns - int(record["taken_ns"])) / 1e9
             found.append(Lease(slot, pid, alive, int(record["depth"]), int(record["partial_tokens"]), age))
         return found
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """All snapshots, the oldest first."""
+        return snapshots(self.views)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -178,12 +199,38 @@ class _Source:
                 )
             time.sleep(_PAUSE)
 
+    def guards(self) -> list[Guard]:
+        """As they are now: whoever has one is at work, or dead."""
+        found = []
+        for name, record in zip(GUARDS, self._views.guards.copy()):
+            word = int(record["owner"])
+            slot = (word & 0xFFFF) - 1 if word & ~PARKED else None
+            is_known = slot is not None and slot < self.geometry.max_workers
+            worker = self._views.workers[slot] if is_known else None
+            is_its = worker is not None and int(worker["generation"]) == (word & ~PARKED) >> 16
+            since = (time.monotonic_ns() - int(record["acquired_ns"])) / 1e9
+            found.append(
+                Guard(
+                    name=name,
+                    slot=slot,
+                    pid=int(worker["pid"]) if worker is not None and is_its else None,
+                    alive=is_its and slot in self._living() if slot is not None and self._is_live else None,
+                    is_waited_for=bool(word & PARKED),
+                    seconds=since if slot is not None and self._is_live else None,
+                    recoveries=int(record["recoveries"]),
+                )
+            )
+        return found
+
+    def _living(self) -> set[int]:
+        return _living_slots(self._file, self.geometry.max_workers)
+
     def _owners(self) -> list[int]:
         return [word & ~PARKED for word in self._views.guards["owner"].tolist()]
 
     def _alive(self) -> list[bool]:
         """Of each slot whether a process has it."""
-        living = _living_slots(self._file, self.geometry.max_workers)
+        living = self._living()
         return [slot in living for slot in range(self.geometry.max_workers)]
 
     def _is_held(self, owners: list[int], alive: list[bool] | None) -> bool:
@@ -224,10 +271,20 @@ def open(cache: str | Path, patience: float = PATIENCE) -> Reading:
     Raises SegmentNotFound, SegmentForeign, LayoutMismatch, CorruptSegment, AccessDenied, or WorkersBusy where the
     workers left no moment for a copy in `patience` seconds.
     """
+    with _source(cache) as source:
+        return source.read(patience)
+
+
+def guards(cache: str | Path) -> list[Guard]:
+    """Who has the guards of a cache at this moment. Raises as `open`, but for WorkersBusy."""
+    with _source(cache) as source:
+        return source.guards()
+
+
+def _source(cache: str | Path) -> _Source:
     name = str(cache)
     is_name = isinstance(cache, str) and name in names()
-    with _Source(name, path_of(name) if is_name else Path(cache)) as source:
-        return source.read(patience)
+    return _Source(name, path_of(name) if is_name else Path(cache))
 
 
 def dump(reading: Reading, path: str | Path) -> None:
