@@ -20,6 +20,7 @@ from rich.table import Table
 
 from shmradix import inspect
 from shmradix.errors import SegmentNotFound, ShmradixError
+from shmradix.inspect.watch import watch
 from shmradix.layout import GUARDS
 from shmradix.segment import names, path_of
 
@@ -120,6 +121,8 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _stat(args: argparse.Namespace) -> int:
+    if args.watch is not None:
+        watch(lambda: open_cache(args.cache), args.watch, args.json)
     summary = _summary(open_cache(args.cache))
     if args.json:
         print(json.dumps(summary, indent=2))
@@ -289,6 +292,24 @@ def _add_lease_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--older-than", metavar="SECONDS", type=float, default=0.0, help="only those held for longer")
 
 
+def _add_stat_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=_seconds,
+        help="print rates every so many seconds, until Ctrl-C; with --json an object a line",
+    )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    """An argparse type."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0.01 to 86,400")
+    return seconds
+
+
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="ID", type=int, help="of this adapter")
 
@@ -312,7 +333,7 @@ LOOKS = {
     "stat": Look(
         "sizes, fill and counters of a cache",
         "Sizes, fill and counters of a cache. CACHE is a name, or a file that dump made.",
-        "examples:\n  shmradix stat llm --json\n", ("cache",), _stat,
+        "examples:\n  shmradix stat llm --json\n  shmradix stat llm --watch 1\n", ("cache",), _stat, _add_stat_options,
     ),
     "workers": Look(
         "who uses a cache",
