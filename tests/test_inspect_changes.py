@@ -107,3 +107,54 @@ def test_reap_frees_what_the_dead_hold(
     assert cache.peek_matched_tokens(range(8)) == 8
     assert main(["reap", cache.name]) == 0  # nothing to do: nothing to ask
     assert "0 dead workers" in capsys.readouterr().out
+
+
+@pytest.fixture
+def managed(cache_factory: CacheFactory) -> RadixCache:
+    """Three prompts of two blocks: the second is the longest unused, the third is leased."""
+    cache = cache_factory(max_blocks=None, num_blocks=8, block_size=4)
+    for number in (1, 2, 3):
+        cache.insert([number] * 8, cache.allocate(2))
+        cache.release([number] * 8)
+    cache.lookup([1] * 8).release()
+    cache.lookup([3] * 8)
+    return cache
+
+
+def test_evict_takes_the_longest_unused(managed: RadixCache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evict", managed.name, "2", "--yes"]) == 0
+    assert "2 blocks are free" in capsys.readouterr().out
+    assert [managed.peek_matched_tokens([number] * 8) for number in (1, 2, 3)] == [8, 0, 8]
+
+
+def test_clear_forgets_everything(
+    managed: RadixCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, "n\n")
+    assert main(["clear", managed.name]) == 2
+    assert managed.peek_matched_tokens([1] * 8) == 8
+    answer(monkeypatch, "y\n")
+    assert main(["clear", managed.name]) == 0
+    assert "4 blocks are free" in capsys.readouterr().out  # the leased ones follow
+    assert [managed.peek_matched_tokens([number] * 8) for number in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("command", [["evict", "5"], ["clear"]])
+def test_blocks_that_the_engine_manages_are_evicted_only_by_name(
+    cache: RadixCache, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.insert(range(8), [41, 42])
+    cache.release(range(8))
+    command = [command[0], cache.name, *command[1:], "--yes"]
+    assert main(command) == 2
+    assert "take --json" in capsys.readouterr().err
+    assert cache.peek_matched_tokens(range(8)) == 8
+    assert main([*command, "--json"]) == 0
+    assert sorted(json.loads(capsys.readouterr().out)["blocks"]) == [41, 42]
+    assert cache.peek_matched_tokens(range(8)) == 0
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "1.5"])
+def test_a_count_that_is_none_is_a_bad_argument(managed: RadixCache, count: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["evict", managed.name, count])

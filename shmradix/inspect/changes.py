@@ -1,15 +1,17 @@
-"""The commands that change something, `rm` and `reap`: they say what they are about to do, and ask."""
+"""The commands that change something, `reap`, `evict`, `clear` and `rm`: they say what they will do, and ask."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 
 from shmradix import RadixCache
 from shmradix.errors import SegmentNotFound, ShmradixError
 from shmradix.inspect.commands import Look, nearest, open_cache
 from shmradix.inspect.reading import living_slots
+from shmradix.results import EvictedBlocks
 from shmradix.segment import names
 
 
@@ -66,6 +68,33 @@ def _reap(args: argparse.Namespace) -> int:
     return 0
 
 
+def _evict(args: argparse.Namespace) -> int:
+    """Those that no lease needs, the longest unused first."""
+    deed = f"evict up to {args.blocks_wanted} blocks of {args.cache}"
+    return _take_out(args, deed, lambda cache: cache.evict(args.blocks_wanted))
+
+
+def _clear(args: argparse.Namespace) -> int:
+    """Leased blocks follow as their leases end."""
+    return _take_out(args, f"make {args.cache} forget all that it holds", lambda cache: cache.clear())
+
+
+def _take_out(args: argparse.Namespace, deed: str, do: Callable[[RadixCache], EvictedBlocks]) -> int:
+    """In a cache whose blocks the engine manages, what was evicted is the engine's to free, which only --json tells."""
+    is_managed = bool(open_cache(args.cache).geometry.num_blocks)
+    if not is_managed and not args.json:
+        raise Refused(
+            f"cache {args.cache!r} does not manage its blocks: whoever does would never learn which ones are free now; "
+            "let a worker do it, or take --json, which names them"
+        )
+    _ask(args, [deed])
+    with RadixCache.attach(args.cache) as cache:
+        blocks = do(cache)
+    fields = "blocks", "disk_block_ids", "snapshot_slots"
+    _say(args, {field: getattr(blocks, field).tolist() for field in fields}, f"{len(blocks)} blocks are free")
+    return 0
+
+
 def _ask(args: argparse.Namespace, deeds: list[str]) -> None:
     """Raises Refused unless the answer, or --yes, is yes. Nothing to do needs none."""
     if args.yes or not deeds:
@@ -90,10 +119,31 @@ def _add_rm_options(parser: argparse.ArgumentParser) -> None:
     _add_yes(parser)
 
 
+def _add_count(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("blocks_wanted", metavar="N", type=_count, help="blocks")
+    _add_yes(parser)
+
+
+def _count(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 CHANGES = {
     "reap": Look(
         "free what dead workers hold", "Free the leases, private blocks and claims of workers that died.",
         "examples:\n  shmradix reap llm --yes\n", ("cache",), _reap, _add_yes,
+    ),
+    "evict": Look(
+        "free blocks that nobody needs now", "Evict up to N blocks that no lease needs, the longest unused first.",
+        "examples:\n  shmradix evict llm 1000\n", ("cache",), _evict, _add_count,
+    ),
+    "clear": Look(
+        "make a cache forget everything",
+        "Make a cache forget everything, as after new weights: no worker finds anything older.",
+        "examples:\n  shmradix clear llm\n", ("cache",), _clear, _add_yes,
     ),
     "rm": Look(
         "remove a cache", "Remove a cache, its semaphores and all, or with --stale every one that nobody uses.",
