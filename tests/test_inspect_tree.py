@@ -91,6 +91,30 @@ def test_who_has_more_of_a_prompt_is_named(cache: RadixCache) -> None:
     assert inspect.explain(inspect.open(cache.name), range(16), 7, b"who").others == []
 
 
+def test_every_state_of_a_prompt_is_named_with_what_hinders(cache_factory: CacheFactory) -> None:
+    cache = cache_factory(max_blocks=16, block_size=4, max_snapshots=16)
+    cache.insert(range(12), [1, 2, 3])
+    cache.insert_intermediate_snapshot(range(6), 10)
+    cache.insert_tail_snapshot(range(8), 11, 77)
+    cache.insert_intermediate_snapshot(range(14), 12)
+    cache.insert_intermediate_snapshot([9, *range(5)], 13)  # of another prompt
+    cache.insert_intermediate_snapshot(range(4), 14, adapter_id=5)
+    alone, deep = "of session 77 alone", "deeper than the 12 tokens that are cached"
+    for session, expected in (
+        (0, [(6, 10, ""), (8, 11, alone), (14, 12, deep)]),
+        (78, [(6, 10, ""), (8, 11, alone), (14, 12, deep)]),
+        (77, [(6, 10, ""), (8, 11, ""), (14, 12, deep)]),
+    ):
+        found = inspect.explain(inspect.open(cache.name), range(16), session=session)
+        assert [(state.tokens, state.slot, state.obstacle) for state in found.snapshots] == expected
+        with cache.lookup(range(16), session=session, max_snapshot_tokens=16) as match:
+            usable = [state for state in found.snapshots if not state.obstacle]
+            assert (match.snapshot_tokens, match.snapshot_slot) == (usable[-1].tokens, usable[-1].slot)
+    cache.clear()
+    found = inspect.explain(inspect.open(cache.name), range(16), session=77)
+    assert {state.obstacle for state in found.snapshots} <= {"from before the last clear()"}
+
+
 def test_a_block_with_a_key_is_told(cache_factory: CacheFactory) -> None:
     cache = cache_factory(max_blocks=8, block_size=4)
     cache.insert(range(4), [1], block_keys=np.array([0xABC], np.uint64))
@@ -161,6 +185,17 @@ def test_the_commands_print_it(
     assert "Adapter 7 with a salt has 16 tokens of it." in said
     found = json.loads(run(capsys, "explain", name, "0 1 2 3", "--adapter", "7", "--salt", "who", "--json"))
     assert (found["matched_tokens"], found["block_ids"]) == (4, [11])
+
+
+def test_explain_prints_the_saved_states(cache_factory: CacheFactory, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = cache_factory(max_blocks=16, block_size=4, max_snapshots=4)
+    cache.insert(range(8), [1, 2])
+    cache.insert_tail_snapshot(range(6), 3, 77)
+    assert "\nSnapshot of 6 tokens, slot 3: of session 77 alone.\n" in run(
+        capsys, "explain", cache.name, "0 1 2 3 4 5 6"
+    )
+    said = run(capsys, "explain", cache.name, "0 1 2 3 4 5 6 7", "--session", "77")
+    assert "\nSnapshot of 6 tokens, slot 3: can be resumed from.\n" in said
 
 
 @pytest.mark.parametrize("tokens", ["1,x", "no-such-file", "[]", "[[", "99999999999", "-1 2"])

@@ -2,9 +2,9 @@
 
 from shmradix.inspect.reading import Guard, Lease, Reading, Worker, WorkersBusy, dump, guards, open
 from shmradix.inspect.snapshots import Snapshot
-from shmradix.inspect.tree import Explanation, Other, Run, explain, runs
+from shmradix.inspect.tree import Candidate, Explanation, Other, Run, explain, runs
 
 __all__ = [
-    "Explanation", "Guard", "Lease", "Other", "Reading", "Run", "Snapshot", "Worker", "WorkersBusy", "dump", "explain",
-    "guards", "open", "runs",
+    "Candidate", "Explanation", "Guard", "Lease", "Other", "Reading", "Run", "Snapshot", "Worker", "WorkersBusy",
+    "dump", "explain", "guards", "open", "runs",
 ]  # fmt: skip

@@ -239,7 +239,7 @@ def _tree(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     reading = open_cache(args.cache)
     try:
-        found = inspect.explain(reading, _token_ids(args.tokens), args.adapter or 0, args.salt)
+        found = inspect.explain(reading, _token_ids(args.tokens), args.adapter or 0, args.salt, args.session)
     except (TypeError, ValueError) as error:
         args.usage_error(str(error))
     if args.json:
@@ -251,6 +251,9 @@ def _explain(args: argparse.Namespace) -> int:
     for other in found.others:
         salt = " with a salt" if other.is_salted else ""
         print(f"Adapter {other.adapter_id}{salt} has {other.matched_tokens:,} tokens of it.")
+    for state in found.snapshots:
+        where = f"slot {state.slot}" if state.tier_key is None else f"tier, key {state.tier_key}"
+        print(f"Snapshot of {state.tokens:,} tokens, {where}: {state.obstacle or 'can be resumed from'}.")
     return 0
 
 
@@ -322,6 +325,7 @@ def _add_tree_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     _add_adapter(parser)
+    parser.add_argument("--session", metavar="ID", type=int, default=0, help="as this session, whose tails it may use")
     parser.add_argument("--salt", metavar="TEXT", type=os.fsencode, help="with this salt")
 
 

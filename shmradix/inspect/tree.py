@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shmradix.inputs import Ids, as_namespace, as_tokens
+from shmradix.inputs import NO_KEYS, Ids, as_namespace, as_tokens
 from shmradix.inspect.reading import Reading
+from shmradix.layout import HIDDEN, PENDING, TAIL
+from shmradix.prefix_hash import prefix_hashes
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,26 @@ class Other:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A snapshot of a prefix of the prompt, and why a lookup can't resume from it; "" where it can."""
+
+    tokens: int
+    session: int
+    slot: int | None
+    tier_key: int | None
+    obstacle: str
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """How far a prompt is cached, in which blocks, why no further, and who has more of it."""
+    """How far a prompt is cached, in which blocks, why no further, who has more of it, and the saved states of it."""
 
     prompt_tokens: int
     matched_tokens: int
     block_ids: list[int]
     reason: str
     others: list[Other]
+    snapshots: list[Candidate]
 
 
 class _Tree:
@@ -90,7 +104,9 @@ def runs(reading: Reading) -> Iterator[Run]:
             waiting += [(child, depth + len(run), level + 1) for child in reversed(below)]
 
 
-def explain(reading: Reading, tokens: Ids, adapter_id: int = 0, salt: bytes | None = None) -> Explanation:
+def explain(
+    reading: Reading, tokens: Ids, adapter_id: int = 0, salt: bytes | None = None, session: int = 0
+) -> Explanation:
     """Walk a prompt down the tree, as a lookup without block keys does. Raises TypeError or ValueError as that does."""
     ids, tree = as_tokens(tokens), _Tree(reading)
     wanted = as_namespace(adapter_id, salt).tobytes()
@@ -107,7 +123,39 @@ def explain(reading: Reading, tokens: Ids, adapter_id: int = 0, salt: bytes | No
         Other(*tree.namespace(candidate), len(found) * size) for candidate, found in others if len(found) > len(path)
     ]
     reason = _reason(tree, path[-1] if path else root, ids, len(path) * size, size)
-    return Explanation(len(ids), len(path) * size, tree.views.nodes["block"][path].tolist(), reason, better)
+    blocks, states = (
+        tree.views.nodes["block"][path].tolist(),
+        _candidates(reading, ids, len(path) * size, wanted, session),
+    )
+    return Explanation(len(ids), len(path) * size, blocks, reason, better, states)
+
+
+def _candidates(reading: Reading, ids: np.ndarray, matched: int, namespace: bytes, session: int) -> list[Candidate]:
+    """The snapshots of prefixes of the prompt, the shortest first."""
+    views, records = reading.views, reading.views.snapshots
+    depths = records["token_count"]
+    near = 1 + np.flatnonzero((records["born"][1:] != 0) & (depths[1:] > 0) & (depths[1:] <= len(ids)))
+    near = near[np.argsort(depths[near], kind="stable")]
+    seed, size = int(views.header["hash_seed"][0]), reading.geometry.block_size
+    hashes = prefix_hashes(seed, ids, NO_KEYS, size, depths[near].tolist())
+    epoch, found = int(views.state["epoch"][0]), []
+    for at, digest in zip(near.tolist(), hashes):
+        record = records[at]
+        whose = np.array([record["adapter_id"], *record["salt"]], np.uint64).tobytes()
+        if whose != namespace or not np.array_equal(record["prefix_hash"], digest):
+            continue
+        flags, owner, key = int(record["flags"]), int(record["session"]), int(record["tier_key"])
+        obstacle = (
+            "from before the last clear()" if record["epoch"] != epoch
+            else "not committed yet" if flags & PENDING
+            else "displaced" if flags & HIDDEN
+            else f"of session {owner} alone" if flags & TAIL and owner != session
+            else f"deeper than the {matched} tokens that are cached" if depths[at] > matched
+            else ""
+        )  # fmt: skip
+        slot = None if key else int(record["slot"])
+        found.append(Candidate(int(record["token_count"]), owner, slot, key or None, obstacle))
+    return found
 
 
 def _walk(tree: _Tree, root: int, ids: np.ndarray) -> list[int]:
