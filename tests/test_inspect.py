@@ -260,3 +260,10 @@ def test_ls_goes_on_where_one_cannot_be_read(
     rows = {row["name"]: row["problem"] for row in read(capsys, "ls")}
     assert rows[cache.name] is None
     assert "has version" in rows[other.name]
+
+
+def test_ls_leaves_out_what_is_removed_while_it_looks(
+    cache: RadixCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmradix.inspect.commands.names", lambda: [cache.name, f"{cache.name}-gone"])
+    assert [row["name"] for row in read(capsys, "ls")] == [cache.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -99,9 +100,11 @@ def _ls(args: argparse.Namespace) -> int:
     for name in names():
         try:
             rows.append({**_summary(inspect.open(name, patience=1.0)), "problem": None})
+        except SegmentNotFound:
+            continue  # removed meanwhile
         except (ShmradixError, OSError) as error:
-            size = path_of(name).stat().st_size if path_of(name).exists() else 0
-            rows.append({"name": name, "file_bytes": size, "problem": str(error)})
+            with contextlib.suppress(FileNotFoundError):
+                rows.append({"name": name, "file_bytes": path_of(name).stat().st_size, "problem": str(error)})
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
