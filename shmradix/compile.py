@@ -22,8 +22,8 @@ import xxhash
 
 SOURCES = (
     "allocation", "anchors", "atomics", "block_entries", "claim_entries", "claims", "compile", "entries", "guard",
-    "hash_keys", "hashing", "heap", "index", "layout", "leases", "pool", "recovery", "retention", "sections",
-    "snapshot_entries", "snapshot_views", "snapshots", "status", "tree", "views",
+    "hash_keys", "hashing", "heap", "index", "layout", "leases", "owner_word", "pool", "recovery", "retention",
+    "sections", "snapshot_entries", "snapshot_views", "snapshots", "status", "tree", "views",
 )  # fmt: skip
 """The modules that end up in compiled code."""
 

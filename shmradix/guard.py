@@ -13,9 +13,9 @@ import numpy as np
 from shmradix.atomics import compare_and_swap, exchange, load_acquire, store_release
 from shmradix.compile import kernel
 from shmradix.layout import GUARD, word_of, words_of
+from shmradix.owner_word import PARKED
 
 TREE, SNAPSHOTS = 0, 1
-PARKED = 1 << 62
 SPINS = 300  # a section takes microseconds: look a few times more before going to sleep
 
 WORDS = words_of(GUARD)

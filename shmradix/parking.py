@@ -8,24 +8,8 @@ import ctypes
 import os
 import time
 
-from shmradix.guard import PARKED
-
 PARK = 0.02  # seconds: a wake-up that got lost costs at most this
 _TOKENS = 64  # more posts than that serve nobody
-
-SLOT_BITS = 16
-MAX_GENERATION = PARKED >> SLOT_BITS
-
-
-def tag_of(slot: int, generation: int) -> int:
-    """What a worker writes into an owner word."""
-    return generation << SLOT_BITS | slot + 1
-
-
-def owner_of(word: int) -> tuple[int, int]:
-    """(slot, generation) of an owner word."""
-    word &= ~PARKED
-    return (word & (1 << SLOT_BITS) - 1) - 1, word >> SLOT_BITS
 
 
 class _Timespec(ctypes.Structure):

@@ -21,9 +21,10 @@ import psutil
 
 from shmradix import compile, locks, semaphores
 from shmradix.errors import CacheClosed, CorruptSegment, LockTimeout, SegmentNotFound, WorkersFull
-from shmradix.guard import PARKED, SNAPSHOTS, TREE
+from shmradix.guard import SNAPSHOTS, TREE
 from shmradix.layout import CLAIMS, GUARDS
-from shmradix.parking import MAX_GENERATION, SLOT_BITS, Parking, owner_of, tag_of
+from shmradix.owner_word import MAX_GENERATION, PARKED, SLOT_BITS, owner_of, tag_of
+from shmradix.parking import Parking
 from shmradix.segment import Segment
 from shmradix.status import BUSY, BUSY_SNAPSHOTS, CORRUPT
 from shmradix.tree import LOCK_WAITS, REBUILD_NS, REBUILDS

@@ -12,7 +12,7 @@ import numpy as np
 from shmradix import NO_DISK, errors
 from shmradix.cache import LATEST
 from shmradix.inputs import NO_IDS, NO_KEYS, as_namespace
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.crash_shapes import DEAD, SIZES, VICTIM, Held, Shape, spell
 from tests.model import Chunk, Inserted, Match, Model, Namespace, Node, Request
 

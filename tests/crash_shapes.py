@@ -10,7 +10,7 @@ import numpy as np
 
 from shmradix import NO_DISK, PrefixMatch, RadixCache
 from shmradix.guard import TREE
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.model import Match, Model, Namespace, Request
 
 SURVIVOR, VICTIM, HOLDER, DEAD, TAKER = range(5)  # workers by slot: see crash_states.World

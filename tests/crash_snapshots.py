@@ -21,7 +21,7 @@ from shmradix import PrefixMatch, RadixCache, errors, layout, verify
 from shmradix.guard import SNAPSHOTS
 from shmradix.inputs import NO_KEYS, as_namespace
 from shmradix.layout import BRANCH, LEAF, PENDING, SIBLING, TAIL
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from shmradix.prefix_hash import prefix_hashes
 from shmradix.snapshot_methods import PendingSnapshot
 from tests.crash_operations import NOW

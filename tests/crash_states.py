@@ -26,7 +26,7 @@ import xxhash
 
 from shmradix import RadixCache, errors, verify
 from shmradix.guard import TREE
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.crash_operations import ALL, NOW, Operation, fork, leaves, operations
 from tests.crash_shapes import DEAD, HOLDER, SHAPES, SIZES, SURVIVOR, TAKER, VICTIM, Builder, Shape, spell
 from tests.model import Model, Request, segment_image

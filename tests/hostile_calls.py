@@ -28,7 +28,7 @@ import numpy as np
 from shmradix import PrefixMatch, RadixCache, errors, layout, locks, segment, verify
 from shmradix.inputs import as_namespace
 from shmradix.layout import Geometry
-from shmradix.parking import owner_of
+from shmradix.owner_word import owner_of
 from shmradix.prefix_hash import prefix_hashes
 from shmradix.results import Spill
 from shmradix.snapshot_methods import PendingSnapshot

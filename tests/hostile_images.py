@@ -12,7 +12,7 @@ import numpy as np
 
 from shmradix import layout
 from shmradix.layout import Geometry, Views
-from shmradix.parking import MAX_GENERATION, tag_of
+from shmradix.owner_word import MAX_GENERATION, tag_of
 from tests.hostile_bases import Base, bases
 
 WHOLE = 1 << 32

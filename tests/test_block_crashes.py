@@ -16,7 +16,7 @@ import pytest
 from shmradix import RadixCache
 from shmradix.guard import TREE
 from shmradix.inputs import NO_IDS, NO_KEYS, as_namespace
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.conftest import fresh_name, remove_all
 from tests.crash_states import another_order
 from tests.plain import Kernels, make

@@ -11,7 +11,7 @@ import pytest
 from shmradix import RadixCache, errors
 from shmradix.guard import TREE
 from shmradix.layout import IN_TREE
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.conftest import fresh_name, remove_all
 
 BLOCKS = 8

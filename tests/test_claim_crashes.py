@@ -16,7 +16,7 @@ import pytest
 from shmradix import RadixCache, compile, errors
 from shmradix.guard import TREE
 from shmradix.inputs import NO_KEYS, as_namespace
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from shmradix.prefix_hash import prefix_hash
 from tests.conftest import fresh_name, remove_all
 from tests.crash_states import another_order

@@ -12,7 +12,7 @@ import pytest
 
 from shmradix import compile
 from shmradix.guard import TREE
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.conftest import fresh_name, remove_all
 from tests.crash_operations import NOW, operations
 from tests.crash_shapes import SHAPES, TAKER, VICTIM

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shmradix import PrefixMatch, RadixCache, errors, workers
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 from tests.children import in_child
 
 CacheFactory = Callable[..., RadixCache]

@@ -14,8 +14,7 @@ import pytest
 
 from shmradix import PrefixMatch, RadixCache
 from shmradix.errors import CorruptSegment
-from shmradix.guard import PARKED
-from shmradix.parking import tag_of
+from shmradix.owner_word import PARKED, tag_of
 from tests import hostile, hostile_images
 from tests.conftest import SHM, fresh_name
 from tests.hostile_bases import Prompt

@@ -267,3 +267,14 @@ def test_ls_leaves_out_what_is_removed_while_it_looks(
 ) -> None:
     monkeypatch.setattr("shmradix.inspect.commands.names", lambda: [cache.name, f"{cache.name}-gone"])
     assert [row["name"] for row in read(capsys, "ls")] == [cache.name]
+
+
+def test_a_slots_new_worker_is_not_said_to_hold_what_the_dead_one_did(cache: RadixCache) -> None:
+    cache.lookup(range(8))  # a lease, beside the private block
+    record = cache._segment.views.workers[cache._worker.slot]
+    record["generation"] += 1
+    try:
+        (worker,) = inspect.open(cache.name).workers
+        assert (worker.leases, worker.private_blocks) == (0, 0)
+    finally:
+        record["generation"] -= 1

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import shmradix
-from shmradix import RadixCache, layout, locks, parking
+from shmradix import RadixCache, layout, locks, owner_word
 from tests.actors import Actor, attach, files_of, hold
 from tests.layout_reader import (
     COUNTERS,
@@ -566,8 +566,8 @@ def test_numbers_in_the_document() -> None:
     assert layout.NO_BLOCK == layout.NO_DISK == NONE
     assert layout.GUARDS == ("tree", "snapshots")
     assert (locks.CREATOR_BYTE, locks.REMOVER_BYTE, locks.FIRST_WORKER_BYTE) == (2**60, 2**60 + 1, 2**60 + 2**32)
-    assert parking.tag_of(3, 7) == 7 << 16 | 4
-    assert parking.owner_of(1 << 62 | 7 << 16 | 4) == (3, 7)
+    assert owner_word.tag_of(3, 7) == 7 << 16 | 4
+    assert owner_word.owner_of(1 << 62 | 7 << 16 | 4) == (3, 7)
 
 
 # --- what compiled code depends on

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmradix import errors, guard, locks, parking, workers
+from shmradix import errors, guard, locks, owner_word, workers
 from tests import protocol_model as model
 from tests.plain import Kernels
 from tests.protocol_model import COMPILED, FIRST, OWNING, PARKED, Graph, Process, Protocol, Shared, Slot, Steps
@@ -394,7 +394,7 @@ def test_code_that_departs_from_the_model_is_found_out(change: Any, monkeypatch:
 
 
 def test_the_owner_word_is_laid_out_as_in_the_code() -> None:
-    for slot, generation in ((0, 1), (1, 2), (65534, parking.MAX_GENERATION - 1)):
+    for slot, generation in ((0, 1), (1, 2), (65534, owner_word.MAX_GENERATION - 1)):
         word = model.tag_of(slot, generation)
-        assert word == parking.tag_of(slot, generation) < PARKED == guard.PARKED
-        assert model.owner_of(word | PARKED) == parking.owner_of(word | PARKED) == (slot, generation)
+        assert word == owner_word.tag_of(slot, generation) < PARKED == guard.PARKED
+        assert model.owner_of(word | PARKED) == owner_word.owner_of(word | PARKED) == (slot, generation)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmradix import RadixCache
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 
 DERIVED = ("hash", "leases", "first_child", "next_sibling", "prev_sibling", "hash_next", "in_heap")
 TOTALS = ("free_node", "free_namespace", "free_lease", "live_blocks", "live_namespaces", "live_leases", "heap_size")

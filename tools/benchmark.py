@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmradix import RadixCache
-from shmradix.parking import tag_of
+from shmradix.owner_word import tag_of
 
 Tokens = NDArray[np.uint32]
 Prompts = list[tuple[Tokens, NDArray[np.uint32]]]  # tokens, block table

@@ -29,7 +29,7 @@ def _rm(args: argparse.Namespace) -> int:
         doomed = [args.cache]
         if args.cache not in names():
             raise SegmentNotFound(f"no cache {args.cache!r}" + nearest(args.cache))
-        if not args.force and (living := _living(args.cache)):
+        if not args.force and (living := len(living_slots(args.cache))):
             raise Refused(f"cache {args.cache!r} is used by {living} workers: stop them first, or say --force")
     _ask(args, [f"remove {name}" for name in doomed])
     removed = []
@@ -42,15 +42,10 @@ def _rm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _living(name: str) -> int:
-    """Workers that are attached; of a cache of another layout, too."""
-    return len(living_slots(name))
-
-
 def _is_unused(name: str) -> bool:
     """Whether nobody is attached; False where this user may not look."""
     try:
-        return not _living(name)
+        return not living_slots(name)
     except (ShmradixError, OSError):
         return False
 

@@ -106,8 +106,7 @@ def _ls(args: argparse.Namespace) -> int:
             with contextlib.suppress(FileNotFoundError):
                 rows.append({"name": name, "file_bytes": path_of(name).stat().st_size, "problem": str(error)})
     if args.json:
-        print(json.dumps(rows, indent=2))
-        return 0
+        return _print_json(rows)
     table = _table("cache", "size", "age", "alive", "dead", "blocks", "full", "tokens hit", "")
     for row in rows:
         if row["problem"]:
@@ -115,12 +114,11 @@ def _ls(args: argparse.Namespace) -> int:
             continue
         full = row["blocks_live"] / row["max_blocks"]
         table.add_row(
-            row["name"], decimal(row["file_bytes"]), age(row["created"]), str(row["workers_alive"]),
-            str(row["workers_dead"]), f"{row['blocks_live']:,}", f"{full:.1%}", ratio(row["hit_ratio"]),
+            row["name"], decimal(row["file_bytes"]), age(row["created"]), _plain(row["workers_alive"]),
+            _plain(row["workers_dead"]), f"{row['blocks_live']:,}", f"{full:.1%}", ratio(row["hit_ratio"]),
             "" if row["workers_alive"] else "nobody uses it",
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _stat(args: argparse.Namespace) -> int:
@@ -128,8 +126,7 @@ def _stat(args: argparse.Namespace) -> int:
         watch(lambda: open_cache(args.cache), args.watch, args.json)
     summary = _summary(open_cache(args.cache))
     if args.json:
-        print(json.dumps(summary, indent=2))
-        return 0
+        return _print_json(summary)
     counters, guards = summary.pop("counters"), summary.pop("guards_held_by")
     table = _table("", "")
     shown: dict[str, Callable[[Any], str]] = {
@@ -143,15 +140,13 @@ def _stat(args: argparse.Namespace) -> int:
     table.add_section()
     for key, value in counters.items():
         table.add_row(key.replace("_", " "), f"{value:,}")
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _workers(args: argparse.Namespace) -> int:
     workers = open_cache(args.cache).workers
     if args.json:
-        print(json.dumps([asdict(worker) for worker in workers], indent=2))
-        return 0
+        return _print_json([asdict(worker) for worker in workers])
     table = _table("slot", "pid", "state", "since", "leases", "private blocks", "lookups", "tokens hit")
     for worker in workers:
         looked_up = worker.counters["lookup_tokens"]
@@ -160,8 +155,7 @@ def _workers(args: argparse.Namespace) -> int:
             f"{worker.private_blocks:,}", f"{worker.counters['lookups']:,}",
             ratio(worker.counters["hit_tokens"] / looked_up if looked_up else None),
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _leases(args: argparse.Namespace) -> int:
@@ -169,23 +163,20 @@ def _leases(args: argparse.Namespace) -> int:
     if args.older_than:
         leases = [lease for lease in leases if lease.seconds is None or lease.seconds > args.older_than]
     if args.json:
-        print(json.dumps([asdict(lease) for lease in leases], indent=2))
-        return 0
+        return _print_json([asdict(lease) for lease in leases])
     table = _table("slot", "pid", "worker", "held for", "blocks", "and tokens")
     for lease in leases:
         table.add_row(
             str(lease.slot), str(lease.pid), STATES[lease.alive],
             "unknown" if lease.seconds is None else span(lease.seconds), f"{lease.depth:,}", str(lease.partial_tokens),
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _snapshots(args: argparse.Namespace) -> int:
     snapshots = open_cache(args.cache).snapshots
     if args.json:
-        print(json.dumps([asdict(snapshot) for snapshot in snapshots], indent=2))
-        return 0
+        return _print_json([asdict(snapshot) for snapshot in snapshots])
     table = _table("tokens", "session", "adapter", "slot", "tier key", "pins", "idle", "what")
     for snapshot in snapshots:
         what = [*snapshot.flags, *(["cleared"] if snapshot.is_cleared else [])]
@@ -194,15 +185,13 @@ def _snapshots(args: argparse.Namespace) -> int:
             "" if snapshot.slot is None else str(snapshot.slot), str(snapshot.tier_key or ""), str(snapshot.pins),
             f"{snapshot.idle:,}", " ".join(what),
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _guards(args: argparse.Namespace) -> int:
     guards = _found(inspect.guards, args.cache)
     if args.json:
-        print(json.dumps([asdict(guard) for guard in guards], indent=2))
-        return 0
+        return _print_json([asdict(guard) for guard in guards])
     table = _table("guard", "held by", "pid", "worker", "for", "waited for", "recoveries")
     for guard in guards:
         is_free = guard.slot is None
@@ -211,8 +200,7 @@ def _guards(args: argparse.Namespace) -> int:
             "" if is_free else STATES[guard.alive], "" if guard.seconds is None else f"{guard.seconds * 1e3:,.1f} ms",
             "yes" if guard.is_waited_for else "no", f"{guard.recoveries:,}",
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _tree(args: argparse.Namespace) -> int:
@@ -226,8 +214,7 @@ def _tree(args: argparse.Namespace) -> int:
         and run.leases >= args.min_refs
     ]
     if args.json:
-        print(json.dumps([asdict(run) for run in runs], indent=2))
-        return 0
+        return _print_json([asdict(run) for run in runs])
     table = _table("tokens", "at depth", "blocks", "leases", "idle", "adapter", "salt")
     for run in runs:
         first = " ".join(map(str, run.tokens[:6])) + (" ..." if len(run.tokens) > 6 else "")
@@ -235,8 +222,7 @@ def _tree(args: argparse.Namespace) -> int:
             "  " * run.level + first, f"{run.depth:,}", f"{len(run.block_ids):,}", f"{run.leases:,}", f"{run.idle:,}",
             str(run.adapter_id), "yes" if run.is_salted else "",
         )  # fmt: skip
-    _show(table)
-    return 0
+    return _show(table)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -246,8 +232,7 @@ def _explain(args: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         args.usage_error(str(error))
     if args.json:
-        print(json.dumps(asdict(found), indent=2))
-        return 0
+        return _print_json(asdict(found))
     blocks = " ".join(map(str, found.block_ids)) or "none"
     print(f"{found.matched_tokens:,} of {found.prompt_tokens:,} tokens are cached, blocks: {blocks}")
     print(f"It ends there because {found.reason}.")
@@ -417,8 +402,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _show(table: Table) -> None:
+def _show(table: Table) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
     console.print(table)
+    return 0
+
+
+def _print_json(report: object) -> int:
+    print(json.dumps(report, indent=2))
+    return 0

@@ -22,10 +22,10 @@ from shmradix import locks, verify
 from shmradix.errors import AccessDenied, CorruptSegment, SegmentForeign, SegmentNotFound, ShmradixError
 from shmradix.inspect.snapshots import Snapshot, snapshots
 from shmradix.layout import COUNTERS, GUARDS, HEADER, LIMITS, Geometry, Views
+from shmradix.owner_word import PARKED, owner_of
 from shmradix.segment import boot_id, geometry_of, header_of, names, path_of
 from shmradix.verify import Violation
 
-PARKED = 1 << 62  # in a guard's word: somebody sleeps until it is given back
 PATIENCE = 10.0  # seconds that a copy is tried for
 _PAUSE = 0.0005
 
@@ -95,14 +95,15 @@ class Reading:
     @property
     def workers(self) -> list[Worker]:
         """Those that have a slot, and dead ones that nobody has reaped yet, by slot."""
-        views, leases, blocks = self.views, self.views.leases[1:], self.views.blocks
-        found = []
+        views, blocks, found = self.views, self.views.blocks, []
+        leases = views.leases[views.leases["born"] != 0]
         for slot, record in enumerate(views.workers):
             alive = None if self.alive is None else self.alive[slot]
-            holds = (leases["born"] != 0) & (leases["worker"] == slot + 1)
-            has = (blocks["worker"] == slot + 1) & (blocks["generation"] == record["generation"])
             if not record["pid"] and not alive:
                 continue
+            holds, has = (
+                (its["worker"] == slot + 1) & (its["generation"] == record["generation"]) for its in (leases, blocks)
+            )
             counters = dict(zip(COUNTERS, record["counters"].tolist()))
             found.append(
                 Worker(
@@ -141,8 +142,7 @@ class Reading:
     @property
     def held_by(self) -> list[int | None]:
         """The slot that holds each guard, in the order of `layout.GUARDS`: None, or that of a dead worker."""
-        words = [word & ~PARKED for word in self.views.guards["owner"].tolist()]
-        return [(word & 0xFFFF) - 1 if word else None for word in words]
+        return [owner_of(word)[0] if word else None for word in self.views.guards["owner"].tolist()]
 
     def verify(self) -> list[Violation]:
         """Every invariant (docs/invariants.md) that does not hold; some need not while a dead worker has a guard."""
@@ -204,10 +204,10 @@ class _Source:
         found = []
         for name, record in zip(GUARDS, self._views.guards.copy()):
             word = int(record["owner"])
-            slot = (word & 0xFFFF) - 1 if word & ~PARKED else None
+            slot, generation = owner_of(word) if word else (None, 0)
             is_known = slot is not None and slot < self.geometry.max_workers
             worker = self._views.workers[slot] if is_known else None
-            is_its = worker is not None and int(worker["generation"]) == (word & ~PARKED) >> 16
+            is_its = worker is not None and int(worker["generation"]) == generation
             since = (time.monotonic_ns() - int(record["acquired_ns"])) / 1e9
             found.append(
                 Guard(
@@ -236,7 +236,7 @@ class _Source:
     def _is_held(self, owners: list[int], alive: list[bool] | None) -> bool:
         """Whether somebody who can still change something has a guard."""
         generations = self._views.workers["generation"].tolist()
-        holders = [((word & 0xFFFF) - 1, word >> 16) for word in owners if word]
+        holders = [owner_of(word) for word in owners if word]
         return alive is not None and any(
             slot < len(alive) and alive[slot] and generations[slot] == generation for slot, generation in holders
         )

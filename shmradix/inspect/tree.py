@@ -15,7 +15,7 @@ from shmradix.prefix_hash import prefix_hashes
 
 @dataclass(frozen=True)
 class Run:
-    """Nodes below each other without a branch: from depth `depth` on, `blocks` of them, of one adapter's namespace."""
+    """Nodes below each other without a branch: those from depth `depth` on, of one adapter's namespace."""
 
     depth: int
     """Blocks above it."""
@@ -123,10 +123,8 @@ def explain(
         Other(*tree.namespace(candidate), len(found) * size) for candidate, found in others if len(found) > len(path)
     ]
     reason = _reason(tree, path[-1] if path else root, ids, len(path) * size, size)
-    blocks, states = (
-        tree.views.nodes["block"][path].tolist(),
-        _candidates(reading, ids, len(path) * size, wanted, session),
-    )
+    blocks = tree.views.nodes["block"][path].tolist()
+    states = _candidates(reading, ids, len(path) * size, wanted, session)
     return Explanation(len(ids), len(path) * size, blocks, reason, better, states)
 
 
@@ -188,14 +186,11 @@ def _reason(tree: _Tree, node: int, ids: np.ndarray, matched: int, size: int) ->
     agree = [int(np.argmin(np.append(tree.views.tokens[child] == rest, False))) for child in children]
     best = int(np.argmax(agree))
     if agree[best] == size:
-        return f"from token {matched} on it is cached with a block key only, 0x{_key(tree, children[best]):x}"
+        key = int(tree.views.nodes["block_key"][children[best]])
+        return f"from token {matched} on it is cached with a block key only, {key:#x}"
     at, child = agree[best], children[best]
     where = f"{len(children)} blocks that follow token {matched - 1}" if matched else f"{len(children)} first blocks"
     return (
         f"token {matched + at} is {ids[matched + at]}, and {tree.views.tokens[child][at]} in the nearest of {where}, "
         f"block {tree.views.nodes['block'][child]}"
     )
-
-
-def _key(tree: _Tree, node: int) -> int:
-    return int(tree.views.nodes["block_key"][node])
